@@ -1,0 +1,53 @@
+# Everything runs in .venv, which is made on first use from nothing but python3.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CONSTRAINTS := $(CURDIR)/constraints.txt
+STAMP := $(VENV)/.setup
+
+# The second is what newer versions of pip read inside build environments.
+export PIP_CONSTRAINT := $(CONSTRAINTS)
+export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format demo bench clean
+
+help:
+	@echo "make setup    create .venv and install megabatch into it, with its tools"
+	@echo "make test     lint, types and all tests"
+	@echo "make lint     ruff and mypy only"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make demo     dense against megabatch at growing batch sizes, under a memory limit"
+	@echo "make bench    time and memory of every loss against its peers"
+	@echo "make clean    remove caches and build output (.venv stays)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,bench]'
+	@touch $@
+
+test: lint
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+demo: setup
+	$(PY) -m megabatch.bench demo
+
+bench: setup
+	$(PY) -m megabatch.bench loss
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,238 @@
+"""The epilogues of the eager backend: what happens to a tile's logits between its products.
+
+Letters: S the tile's logits, [r, c], -inf where a pair does not count; G = d loss / d S, up to a factor common to all
+tiles. Both links work in place on S with one scratch buffer of the same shape, and make as few passes as they can.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..losses.block import Block, Tile
+from ..losses.spec import Spec
+
+# A sum of exponentials below this has lost digits to gradual underflow: its row lies too far under the tile's shift.
+SMALLEST_TOTAL = 1e-30
+# Log-sum-exps this far apart can share one shift: float32 still holds what lies 27 below the lower one.
+WIDEST_SPREAD = 60.0
+
+AXIS = {"rows": 1, "columns": 0}  # the axis that is summed away
+
+
+def link_of(spec: Spec, stats: bool) -> "Softmax | Sigmoid":
+    return Softmax(spec, stats) if spec.link == "softmax" else Sigmoid(spec, stats)
+
+
+class _Link:
+    def __init__(self, spec: Spec, stats: bool) -> None:
+        self.spec = spec
+        self.stats = stats
+
+    def same(self, tile: Tile) -> Tensor | None:
+        """The mask of equal ids, if there are any and they mean something."""
+        return None if self.spec.same == "ignore" else tile.same()
+
+    def hide(self, tile: Tile, values: Tensor, same: Tensor | None, by: float = -math.inf) -> None:
+        """Cover the pairs that do not count, before anything takes a maximum or a sum."""
+        if same is not None and self.spec.same == "mask":
+            values.masked_fill_(same, by)
+        if tile.diagonal:
+            values.fill_diagonal_(by)
+
+    def _positive_mask(self, same: Tensor | None) -> Tensor | None:
+        return same if self.spec.same == "positive" else None
+
+    def _positives(
+        self, tile: Tile, values: Tensor, same: Tensor | None, side: str, scratch: Tensor
+    ) -> dict[str, Tensor]:
+        """Sum and number of every row's (or column's) positives."""
+        length = tile.shape[1 - AXIS[side]]
+        total = torch.zeros(length, dtype=torch.float64, device=values.device)
+        count = torch.zeros_like(total)
+        targets = tile.targets()
+        if targets is not None:
+            column, here = targets
+            index = torch.arange(length, device=column.device) if side == "rows" else column
+            found = torch.where(here, values.gather(1, column[:, None])[:, 0], 0.0)
+            total.index_add_(0, index, found.double())
+            count.index_add_(0, index, here.double())
+        mask = self._positive_mask(same)
+        if mask is not None:
+            zero = values.new_zeros(())
+            total += torch.where(mask, values, zero, out=scratch).sum(AXIS[side])
+            count += mask.sum(AXIS[side])
+        return {"positive": total, "count": count}
+
+    def _best(self, tile: Tile, logits: Tensor, same: Tensor | None, side: str, scratch: Tensor) -> dict[str, Tensor]:
+        """Largest logit of every row (or column), and of its positives."""
+        best = logits.amax(AXIS[side])
+        scratch.fill_(-math.inf)
+        targets = tile.targets()
+        if targets is not None:
+            column, here = targets
+            found = torch.where(here, logits.gather(1, column[:, None])[:, 0], -math.inf)
+            scratch.scatter_(1, column[:, None], found[:, None])
+        mask = self._positive_mask(same)
+        if mask is not None:
+            torch.where(mask, logits, scratch, out=scratch)
+        return {"best": best, "best_positive": scratch.amax(AXIS[side])}
+
+
+class Softmax(_Link):
+    """Rows, and columns where they have a loss too, as distributions."""
+
+    def _sides(self, tile: Tile) -> tuple[str, ...]:
+        both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
+        return ("rows", "columns") if both else ("rows",)
+
+    def fold(self, tile: Tile, logits: Tensor, scratch: Tensor, again: Callable[[], Tensor]) -> float:
+        """Add the tile to the statistics of its rows and columns.
+
+        Leaves exp(S - shift) in `logits` and returns the shift. Where no single shift serves all rows and columns, S is
+        formed once more (`again`), every row and column is shifted by its own maximum, S is left and NaN returned.
+        """
+        same = self.same(tile)
+        self.hide(tile, logits, same)
+        sides = self._sides(tile)
+        extra = {side: self._best(tile, logits, same, side, scratch) if self.stats else {} for side in sides}
+        peak = logits.amax().item()
+        # An integer is subtracted without rounding from any logit near it, so positives cancel exactly, and the
+        # backward walk may use another shift and still see the same exponentials.
+        shift = float(math.ceil(peak)) if math.isfinite(peak) else 0.0
+        logits.sub_(shift)
+        shifts = logits.new_full((1, 1), shift)
+        pieces = {side: self._piece(tile, logits, shifts, same, side, scratch) | extra[side] for side in sides}
+        logits.exp_()
+        totals = {side: logits.sum(AXIS[side]) for side in sides}
+        if not all(_sound(total) for total in totals.values()):
+            shift = math.nan
+            logits = again()
+            self.hide(tile, logits, same)
+            for side in sides:
+                shifts = logits.amax(AXIS[side], keepdim=True)
+                own = torch.sub(logits, shifts.masked_fill(shifts == -math.inf, 0.0), out=scratch)
+                other = torch.empty_like(scratch) if self.spec.same == "positive" or self.spec.smoothing else scratch
+                pieces[side] = self._piece(tile, own, shifts, same, side, other) | extra[side]
+                totals[side] = own.exp_().sum(AXIS[side])
+        for side in sides:
+            block: Block = getattr(tile, side)
+            assert block.state is not None
+            block.state.merge(pieces[side] | {"total": totals[side]})
+        return shift
+
+    def _piece(
+        self, tile: Tile, shifted: Tensor, shifts: Tensor, same: Tensor | None, side: str, scratch: Tensor
+    ) -> dict[str, Tensor]:
+        """What one side keeps of its logits beside the exponentials. `shifted` is S - shifts."""
+        shift = shifts.double().view(-1)
+        finite = shift.masked_fill(shift == -math.inf, 0.0)
+        piece = self._positives(tile, shifted, same, side, scratch)
+        piece["positive"] += finite * piece["count"]
+        if self.spec.smoothing:
+            counts = shifted != -math.inf
+            piece["valid"] = counts.sum(AXIS[side]).double()
+            kept = torch.where(counts, shifted, shifted.new_zeros(()), out=scratch).sum(AXIS[side])
+            piece["everything"] = kept + finite * piece["valid"]
+        piece["shift"] = shift.expand(shifted.shape[1 - AXIS[side]])
+        return piece
+
+    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
+        """Turn S (or, with a shift, exp(S - shift)) into G = pull * (p - aim), of the rows and of the columns."""
+        spec = self.spec
+        same = self.same(tile)
+        if fresh:
+            self.hide(tile, logits, same)
+        blocks = [tile.rows, tile.columns] if spec.columns or spec.symmetric else [tile.rows]
+        if math.isnan(shift):
+            low, high = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
+            if max(high) - min(low) <= WIDEST_SPREAD:
+                shift = float(round((max(high) + min(low)) / 2))
+                logits.sub_(shift).exp_()
+        if math.isnan(shift):
+            _own_slopes(blocks, logits, scratch)
+        else:
+            factors = [block.pull * (shift - block.log_sum_exp).exp() for block in blocks]
+            logits.mul_(_outer(factors, scratch))
+        self._subtract_aim(tile, blocks, logits, scratch, same)
+        return logits
+
+    def _subtract_aim(
+        self, tile: Tile, blocks: list[Block], slope: Tensor, scratch: Tensor, same: Tensor | None
+    ) -> None:
+        smoothing = self.spec.smoothing
+        shares = [(1 - smoothing) * block.pull / block.state["count"].clamp_min(1) for block in blocks]
+        targets = tile.targets()
+        if targets is not None:
+            column, here = targets
+            share = shares[0] + shares[1][column] if len(shares) == 2 else shares[0]
+            slope.scatter_add_(1, column[:, None], torch.where(here, -share, 0.0).to(slope.dtype)[:, None])
+        mask = self._positive_mask(same)
+        if mask is not None:
+            slope.sub_(torch.mul(_outer(shares, scratch), mask, out=scratch))
+        if smoothing:
+            slope.sub_(_outer([smoothing * b.pull / b.state["valid"].clamp_min(1) for b in blocks], scratch))
+            self.hide(tile, slope, same, 0.0)
+
+
+class Sigmoid(_Link):
+    """Every pair by itself: softplus(S) for a negative, softplus(-S) for a positive."""
+
+    def fold(self, tile: Tile, logits: Tensor, scratch: Tensor, again: Callable[[], Tensor]) -> float:
+        """Add the tile to the statistics of its rows. Leaves S, negated where a pair is positive."""
+        same = self.same(tile)
+        self.hide(tile, logits, same)
+        rows, columns = tile.rows.state, tile.columns.state
+        piece: dict[str, Tensor] = {}
+        if self.stats:
+            piece = self._best(tile, logits, same, "rows", scratch)
+            columns.merge(self._best(tile, logits, same, "columns", scratch))
+            piece |= self._positives(tile, logits, same, "rows", scratch)
+        self._negate_positives(tile, logits, same)
+        torch._C._nn.softplus(logits, 1, 40, out=scratch)
+        rows.merge(piece | {"total": scratch.sum(1)})
+        return math.nan
+
+    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
+        same = self.same(tile)
+        if fresh:
+            self.hide(tile, logits, same)
+            self._negate_positives(tile, logits, same)
+        logits.sigmoid_()
+        self._negate_positives(tile, logits, same)
+        return logits.mul_(tile.rows.pull.to(logits.dtype)[:, None])
+
+    def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
+        targets = tile.targets()
+        if targets is not None:
+            column, here = targets
+            found = values.gather(1, column[:, None])
+            values.scatter_(1, column[:, None], torch.where(here[:, None], -found, found))
+        mask = self._positive_mask(same)
+        if mask is not None:
+            torch.where(mask, -values, values, out=values)
+
+
+def _sound(total: Tensor) -> bool:
+    low, high = total.aminmax()
+    return low.item() >= SMALLEST_TOTAL and high.item() < math.inf
+
+
+def _outer(vectors: list[Tensor], scratch: Tensor) -> Tensor:
+    """rows[:, None], plus columns[None, :] where there are any."""
+    rows = vectors[0].to(scratch.dtype)[:, None]
+    return rows if len(vectors) == 1 else torch.add(rows, vectors[1].to(scratch.dtype), out=scratch)
+
+
+def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor) -> None:
+    """pull * p with a shift for every row and one for every column: two exponentials per logit, for any spread."""
+    slopes = []
+    for block, shape in zip(blocks, [(-1, 1), (1, -1)], strict=False):
+        shift = block.log_sum_exp.round()  # integers, for the reason given in `fold`
+        factor = block.pull * (shift - block.log_sum_exp).exp()
+        out = logits if len(slopes) == len(blocks) - 1 else scratch
+        slope = torch.sub(logits, shift.to(logits.dtype).view(shape), out=out).exp_()
+        slopes.append(slope.mul_(factor.to(logits.dtype).view(shape)))
+    if len(slopes) == 2:
+        logits.add_(scratch)

@@ -1,0 +1,1 @@
+"""Who holds which rows, and how they travel. Knows tensors and ranks, and no loss."""

@@ -1,0 +1,98 @@
+"""Block and Tile: rows of one side of the plane with all that belongs to them, and where two blocks cross."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .state import State
+
+
+@dataclass
+class Block:
+    """Rows of one side. Every tensor has one entry per row; the fields below `state` exist in the backward walk only.
+
+    Attributes:
+        features: `[n, D]`, as the caller gave them.
+        start: Index of the first row among all rows of its side.
+        ids: Equal ids mean the same thing. Integers.
+        target: Index, on the other side, of each row's positive.
+        targets_within: Bounds of `target` known without looking: (lowest, highest + 1).
+        inverse_norm: What every row is multiplied by, in the features' own width: 1 / its length.
+        state: What the rows have met so far.
+        log_sum_exp: Of all logits of a row.
+        pull: d loss / d (loss of this row), up to a factor common to all rows.
+        grad: `[n, D]` float32: d loss / d (scale * features), up to that factor, summed so far.
+    """
+
+    features: Tensor
+    start: int
+    ids: Tensor | None = None
+    target: Tensor | None = None
+    targets_within: tuple[int, int] | None = None
+    inverse_norm: Tensor | None = None
+    state: State | None = None
+    log_sum_exp: Tensor | None = None
+    pull: Tensor | None = None
+    grad: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def cut(self, start: int, stop: int) -> "Block":
+        """Rows start to stop, as views."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        within = self.targets_within
+        if within is not None and within[1] - within[0] == len(self):  # consecutive targets stay so when cut
+            within = (within[0] + start, within[0] + stop)
+        views = {name: value[start:stop] for name, value in values.items() if isinstance(value, Tensor)}
+        state = None if self.state is None else self.state.cut(start, stop)
+        return replace(self, **views, start=self.start + start, targets_within=within, state=state)
+
+    def strips(self, height: int) -> list["Block"]:
+        return [self.cut(start, min(start + height, len(self))) for start in range(0, len(self), height)]
+
+    @cached_property
+    def log_sum_exp_range(self) -> tuple[float, float]:
+        """Smallest and largest, looked up once per strip: it decides which form of the slope is safe."""
+        assert self.log_sum_exp is not None
+        low, high = self.log_sum_exp.aminmax()
+        return low.item(), high.item()
+
+
+@dataclass
+class Tile:
+    """Where a strip of rows crosses a strip of columns. `diagonal`: both are the same rows of a symmetric plane."""
+
+    rows: Block
+    columns: Block
+    diagonal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), len(self.columns)
+
+    def targets(self) -> tuple[Tensor, Tensor] | None:
+        """For every row, (column of its target within this tile, whether it is here); None where surely none is."""
+        target, within = self.rows.target, self.rows.targets_within
+        start, stop = self.columns.start, self.columns.start + len(self.columns)
+        if target is None or (within is not None and (within[1] <= start or stop <= within[0])):
+            return None
+        column = target - start
+        here = (column >= 0) & (column < len(self.columns))
+        return column.clamp_(0, len(self.columns) - 1), here
+
+    def same(self) -> Tensor | None:
+        """Mask of the pairs whose ids are equal, without the targets; None where there are none."""
+        row_ids, column_ids = self.rows.ids, self.columns.ids
+        if row_ids is None or column_ids is None or not torch.isin(row_ids, column_ids).any():
+            return None
+        mask = row_ids[:, None] == column_ids[None, :]
+        targets = self.targets()
+        if targets is not None:
+            column, here = targets
+            mask.scatter_(1, column[:, None], (mask.gather(1, column[:, None]) & ~here[:, None]))
+        if self.diagonal:
+            mask.fill_diagonal_(False)
+        return mask if bool(mask.any()) else None

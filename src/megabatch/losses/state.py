@@ -1,0 +1,91 @@
+"""State: what one row keeps of the logits it has met, and how two such pieces become one.
+
+Every field is a float64 vector with one entry per row; there are O(N) of them, so their precision costs nothing, and
+a loss of 1e-5 at logits of 100 needs it. Fields, present where the loss or its statistics need them:
+
+    shift, total      softmax: the logits' sum of exponentials is total * exp(shift). Neutral: (-inf, 0)
+                      sigmoid: total alone, the sum of softplus
+    positive, count   sum and number of the logits of the row's positives
+    everything, valid sum and number of the logits of the columns that are neither masked nor the row itself
+    best, best_positive   largest logit of the valid columns, and of the positives
+"""
+
+import torch
+from torch import Tensor
+
+from .spec import Spec
+
+NEUTRAL = {"shift": float("-inf"), "best": float("-inf"), "best_positive": float("-inf")}
+
+
+def fields(spec: Spec, stats: bool) -> tuple[str, ...]:
+    """The fields a row of this loss has."""
+    names = ["total"]
+    if spec.link == "softmax":
+        names += ["shift", "positive", "count"]
+    if spec.smoothing:
+        names += ["everything", "valid"]
+    if stats:
+        names += ["best", "best_positive"]
+        if spec.link == "sigmoid":
+            names += ["positive", "count"]
+    return tuple(names)
+
+
+class State:
+    """A table of fields by rows; `state["total"]` is a view of one field, `cut` a view of some rows."""
+
+    def __init__(self, names: tuple[str, ...], table: Tensor) -> None:
+        self.names = names
+        self.table = table
+
+    @classmethod
+    def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
+        start = torch.tensor([NEUTRAL.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
+        return cls(names, start[:, None].repeat(1, num_rows))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.table[self.names.index(name)]
+
+    def cut(self, start: int, stop: int) -> "State":
+        return State(self.names, self.table[:, start:stop])
+
+    def merge(self, piece: dict[str, Tensor]) -> None:
+        """Take in what one tile knows of these rows: sums add up, maxima compete, sums of exponentials meet as
+
+        t e^m + t' e^m' = (t e^(m-M) + t' e^(m'-M)) e^M,  M = max(m, m').
+        """
+        softmax = "shift" in piece
+        for name, value in piece.items():
+            if name in ("best", "best_positive"):
+                torch.maximum(self[name], value.double(), out=self[name])
+            elif not (softmax and name in ("shift", "total")):
+                self[name].add_(value)
+        if not softmax:
+            return
+        shift, total = self["shift"], self["total"]
+        peak = torch.maximum(shift, piece["shift"].double())
+        anchor = peak.clamp_min(
+            torch.finfo(torch.float64).min
+        )  # where both are neutral: exp(-inf + huge) is 0, not NaN
+        total.mul_((shift - anchor).exp_()).add_(piece["total"] * (piece["shift"] - anchor).exp_())
+        shift.copy_(peak)
+
+    def log_sum_exp(self) -> Tensor:
+        """Of every row's logits; 0 for a row that has met none."""
+        return torch.where(self["total"] == 0, 0.0, self["shift"] + self["total"].log())
+
+    def losses(self, spec: Spec) -> Tensor:
+        """The loss of every row, unweighted; 0 for a row that has no positive."""
+        if spec.link == "sigmoid":
+            return self["total"]
+        count = self["count"]
+        positive = self["positive"] / count
+        aim = positive
+        if spec.smoothing:
+            aim = (1 - spec.smoothing) * positive + spec.smoothing * self["everything"] / self["valid"]
+        # shift and positive come from one tile and are close: their difference first, so that nothing cancels late.
+        return torch.where(count == 0, 0.0, (self["shift"] - aim) + self["total"].log())

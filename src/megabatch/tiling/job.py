@@ -1,0 +1,220 @@
+"""Job: a call with its tensors laid out as the two sides of the plane, its plan and its backend."""
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..backends.eager import Eager, Kept
+from ..backends.select import select
+from ..distributed.ring import Ring
+from ..losses.block import Block, Tile
+from ..losses.state import State
+from .call import Call, Inputs
+from .plan import Shape, make_plan
+from .walk import walk
+
+STRIP = 2048  # rows at a time where features are read outside of tiles
+_SEEN: set[str] = set()  # functions whose first batch was looked at
+
+
+class Job:
+    """What the forward and the backward of one call have in common.
+
+    Attributes:
+        rows, columns: The blocks of the two sides; of a symmetric plane, the same list.
+        compute: dtype of logits, slopes and sums of gradients.
+    """
+
+    def __init__(self, inputs: Inputs, call: Call) -> None:
+        self.inputs, self.call, self.spec = inputs, call, call.spec
+        self.ring = Ring(call.group)
+        self.device = inputs.first.device
+        self.compute = torch.float64 if inputs.first.dtype == torch.float64 else torch.float32
+        self.scale = inputs.scale.item()
+        self.bias = 0.0 if inputs.bias is None else inputs.bias.item()
+        self.rows, self.columns = self._sides()
+        self.num_rows, self.num_columns = sum(map(len, self.rows)), sum(map(len, self.columns))
+        product = self._product()
+        self.plan = make_plan(call, self._shape(product), self._one_pass())
+        self.sums_slopes = self._sums_slopes(product)
+        self.backend: Eager = select(call.function, call.backend, self.device, inputs.first.dtype)(
+            self.spec,
+            self.scale,
+            self.bias,
+            self.compute,
+            self.device,
+            product=product,
+            stats=call.stats,
+            sums_slopes=self.sums_slopes,
+        )
+
+    # ---- layout
+
+    def _sides(self) -> tuple[list[Block], list[Block]]:
+        first, second, extra, *_ = self.inputs
+        ids, n = self.inputs.first_ids, len(first)
+        if self.spec.symmetric:
+            if second is None:
+                rows = [Block(first, 0, ids)]
+            else:
+                rows = [Block(first, 0, ids, *self._paired(n, n)), Block(second, n, ids, *self._paired(0, n))]
+            columns = rows
+        else:
+            assert second is not None
+            start = self.ring.rank * n
+            positives = self.inputs.positives
+            target, within = self._paired(start, n) if positives is None else (positives.long(), None)
+            rows = [Block(first, start, ids, target, within)]
+            columns = [Block(second, start, self.inputs.second_ids)]
+            if extra is not None:
+                columns.append(Block(extra, len(second), self.inputs.extra_ids))
+        if self.call.normalize:
+            for block in {id(block): block for block in rows + columns}.values():
+                block.inverse_norm = self._lengths(block.features).clamp_min_(1e-12).reciprocal_()
+        return rows, columns
+
+    def _paired(self, start: int, count: int) -> tuple[Tensor, tuple[int, int]]:
+        return torch.arange(start, start + count, device=self.device), (start, start + count)
+
+    def _lengths(self, features: Tensor) -> Tensor:
+        return torch.cat([torch.linalg.vector_norm(x.to(self.compute), dim=1) for x in features.split(STRIP)])
+
+    def features(self) -> list[tuple[Block, bool]]:
+        """The blocks of the feature inputs in their order, and whether each gets a gradient."""
+        blocks = self.rows if self.spec.symmetric else self.rows + self.columns
+        return list(zip(blocks, self.call.needs, strict=False))
+
+    def _needed(self, side: list[Block]) -> bool:
+        return all(need for block, need in self.features() if any(block is member for member in side))
+
+    def weights(self, side: list[Block]) -> Tensor:
+        """The weight of every row of a side that has losses."""
+        weight = self.inputs.weight
+        if weight is None:
+            return torch.ones(sum(map(len, side)), dtype=torch.float64, device=self.device)
+        return weight.double().repeat(len(side))
+
+    # ---- decisions
+
+    def _product(self) -> torch.dtype | None:
+        """What products multiply in, where that is not what they are summed in: halves, on an accelerator."""
+        if self.device.type == "cpu" or self.call.normalize or self.compute == torch.float64:
+            return None
+        if self.call.product:
+            return self.call.product_dtype
+        return None if self.inputs.first.dtype == torch.float32 else self.inputs.first.dtype
+
+    def _shape(self, product: torch.dtype | None) -> Shape:
+        wanted = product or self.compute
+        blocks = self.rows + self.columns
+        return Shape(
+            rows=tuple(map(len, self.rows)),
+            columns=tuple(map(len, self.columns)),
+            width=self.inputs.first.shape[1],
+            element=torch.finfo(self.compute).bits // 8,
+            copied=any(block.features.dtype != wanted or block.inverse_norm is not None for block in blocks),
+            threads=torch.get_num_threads() if self.device.type == "cpu" else 2,
+        )
+
+    def _one_pass(self) -> bool:
+        """Whether the forward walk may compute gradients: then a strip of rows is complete when it is left."""
+        one_sided = not (self.spec.columns or self.spec.symmetric)
+        return any(self.call.needs) and one_sided and self.call.reduction != "none" and self.ring.size == 1
+
+    def _sums_slopes(self, product: torch.dtype | None) -> bool:
+        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
+        exact = product is None and (self._needed(self.rows) or self._needed(self.columns))
+        return self.call.needs.scale and not exact
+
+    def scale_side(self) -> list[Block]:
+        """The side whose feature gradients give the scale's."""
+        return self.rows if self._needed(self.rows) else self.columns
+
+    # ---- the walk
+
+    def strips(self, read: tuple[str, ...], summed: tuple[str, ...] = ()) -> Iterator[list[Tile]]:
+        """The tiles of the plane by strips of rows. `read` and `summed` name what travels with a column block."""
+        if self.ring.size == 1:
+            yield from walk(self.plan, self.rows, self.columns, self.spec.symmetric)
+            return
+        (home,) = self.columns
+        held = {name: getattr(home, name) for name in read + summed}
+        tensors = {n: v.table if isinstance(v, State) else v for n, v in held.items() if v is not None}
+        names = [[n for n in group if n in tensors] for group in (read, summed)]
+        turn = self.ring.turn(*([tensors[n] for n in group] for group in names))
+        for owner, *groups in turn:
+            block = Block(home.features, owner * len(home))
+            for name, tensor in zip(sum(names, []), sum(groups, []), strict=True):
+                value = held[name]
+                setattr(block, name, State(value.names, tensor) if isinstance(value, State) else tensor)
+            yield from walk(self.plan, self.rows, [block], symmetric=False)
+
+    def new_slots(self) -> tuple[Tensor, list[Kept]]:
+        """Memory for the tiles that the plan keeps, as one tensor and as its parts."""
+        memory = torch.empty(self.plan.kept * (self.plan.rows * self.plan.columns + 1), dtype=self.compute, device=self.device)
+        return memory, self.slots(memory)
+
+    def slots(self, memory: Tensor) -> list[Kept]:
+        """The parts: first a shift for every tile, then the tiles."""
+        count = self.plan.kept
+        if count == 0:
+            return []
+        shifts, tiles = memory[:count].tolist(), memory[count:].view(count, -1)
+        return [Kept(buffer, shift) for buffer, shift in zip(tiles, shifts, strict=True)]
+
+    def attach_gradients(self) -> None:
+        """Give every block whose features need a gradient memory to sum it in."""
+        for block, need in self.features():
+            if need:
+                block.grad = torch.zeros_like(block.features, dtype=self.compute, memory_format=torch.contiguous_format)
+
+    def attach_gradients_in_one(self, memory: Tensor | None = None) -> Tensor:
+        """The same in a single tensor, given or new."""
+        needed = [block for block, need in self.features() if need]
+        if memory is None:
+            size = sum(block.features.numel() for block in needed)
+            memory = torch.zeros(size, dtype=self.compute, device=self.device)
+        for block, part in zip(needed, memory.split([block.features.numel() for block in needed]), strict=True):
+            block.grad = part.view(block.features.shape)
+        return memory
+
+    # ---- what can only be seen by looking at the data
+
+    def check_values(self) -> None:
+        function, inputs = self.call.function, self.inputs
+        if not math.isfinite(self.scale):
+            raise ValueError(f"{function}: logit_scale must be finite, got {self.scale}. Clamp it, as CLIP does at 100.")
+        if not math.isfinite(self.bias):
+            raise ValueError(f"{function}: logit_bias must be finite, got {self.bias}.")
+        if inputs.weight is not None:
+            low, total = inputs.weight.min().item(), inputs.weight.sum(dtype=torch.float64).item()
+            if not low >= 0:
+                raise ValueError(f"{function}: weight must not be negative, got {low}. Use 0 to leave a row out.")
+            if not 0 < total < math.inf:
+                raise ValueError(f"{function}: weight must have a positive, finite sum, got {total}.")
+        if inputs.positives is not None:
+            low, high = (bound.item() for bound in inputs.positives.aminmax())
+            last = len(self.columns[0]) - 1
+            if low < 0 or high > last:
+                raise ValueError(f"{function}: positives must be rows of key, 0 to {last}, got {low} to {high}.")
+        if self.call.normalize is None and function not in _SEEN:
+            _SEEN.add(function)
+            low, high = (bound.item() for bound in self._lengths(inputs.first).aminmax())
+            if max(abs(low - 1), abs(high - 1)) > 0.01:
+                warnings.warn(
+                    f"{function}: the rows of the first batch are not of unit length, but from {low:.4g} to {high:.4g}. "
+                    "Pass normalize=True for cosine similarity, or normalize=False if dot products are meant.",
+                    stacklevel=2,
+                )
+
+
+def attach(side: list[Block], name: str, values: Tensor | State) -> None:
+    """Give every block of a side its part of a vector, or of a state, that covers the side."""
+    start = 0
+    for block in side:
+        stop = start + len(block)
+        setattr(block, name, values.cut(start, stop) if isinstance(values, State) else values[start:stop])
+        start = stop

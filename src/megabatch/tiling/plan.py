@@ -1,0 +1,125 @@
+"""Plan: how large the tiles are, how many of them are kept, and in how many walks the job is done.
+
+Letters: r, c height and width of a tile; N, M rows and columns of the plane; D width of the features.
+"""
+
+from dataclasses import dataclass
+
+from .call import Call
+
+MIB = 2**20
+# What a call takes if the caller names no budget; the products' own buffers and the O(N) vectors come on top.
+DEFAULT_BUDGET = 48 * MIB
+SMALLEST_SIDE = 16
+# A strip this low still multiplies at nearly full speed.
+USEFUL_HEIGHT = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the plan must know of a call's tensors: rows and columns of the plane by block, width, and sizes in bytes."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    width: int
+    element: int
+    copied: bool
+    threads: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is carried out.
+
+    Attributes:
+        rows, columns: Height and width of a tile.
+        passes: 1 where the forward walk computes the gradients too; 2 where a backward walk does.
+        kept: Tiles whose logits are kept: for the backward walk or, in one pass, until their strip is complete.
+    """
+
+    rows: int
+    columns: int
+    passes: int = 2
+    kept: int = 0
+
+
+def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
+    """`one_pass`: the forward walk may compute the gradients, if a strip of useful height fits the budget."""
+    budget = DEFAULT_BUDGET if call.memory_budget is None else call.memory_budget
+    rows, columns = _sides(call, shape, budget)
+    spec, total_columns = call.spec, sum(shape.columns)
+    if one_pass and spec.link == "sigmoid":
+        return Plan(rows, columns, passes=1, kept=1)
+    if one_pass:
+        spare = budget - working_bytes(call, shape, rows, columns)
+        height = min(rows, spare // (shape.element * total_columns))
+        wanted = min(rows, USEFUL_HEIGHT)
+        if call.tile is not None:
+            height = rows if height >= rows else 0
+        if height >= wanted:
+            return Plan(height, columns, passes=1, kept=sum(-(-block // columns) for block in shape.columns))
+    kept = 0
+    if call.memory_budget is not None and any(call.needs):
+        spare = budget - working_bytes(call, shape, rows, columns)
+        kept = min(spare // ((rows * columns + 1) * shape.element), _num_tiles(call, shape, rows, columns))
+    return Plan(rows, columns, passes=2, kept=kept)
+
+
+def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
+    """What the eager backend holds while it works on one tile."""
+    floats = 2 if call.needs.first or call.needs.second or call.needs.extra or not call.needs.scale else 3
+    masks = 0 if call.spec.same == "ignore" else 2
+    copies = (rows + columns) * shape.width * shape.element if shape.copied else 0
+    return rows * columns * (floats * shape.element + masks) + copies
+
+
+def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
+    longest = max(shape.rows), max(shape.columns)
+    if call.tile is not None:
+        rows, columns = min(call.tile[0], longest[0]), min(call.tile[1], longest[1])
+        needed = working_bytes(call, shape, rows, columns)
+        if call.memory_budget is not None and needed > budget:
+            raise ValueError(
+                f"{call.function}: memory_budget must hold one tile, and a tile of {rows} x {columns} needs {needed} "
+                f"bytes, got {budget}. Raise it, or pass a smaller tile."
+            )
+        return rows, columns
+    smallest = min(SMALLEST_SIDE, longest[0]), min(SMALLEST_SIDE, longest[1])
+    needed = working_bytes(call, shape, *smallest)
+    if needed > budget:
+        raise ValueError(
+            f"{call.function}: memory_budget must be at least {needed} bytes for features of width {shape.width}, "
+            f"got {budget}. The default is {DEFAULT_BUDGET}."
+        )
+    height, width = (min(side, length) for side, length in zip(_preferred(call, shape), longest, strict=True))
+    while working_bytes(call, shape, height, width) > budget:
+        if call.spec.symmetric:
+            height = width = width // 2
+        elif height >= width:
+            height //= 2
+        else:
+            width //= 2
+    return _even(longest[0], height), _even(longest[1], width)
+
+
+def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
+    """The sides that ran fastest, as far as the plane reaches."""
+    side = 2048 if shape.width >= 128 else 512
+    if call.spec.symmetric:
+        # A diagonal tile is computed whole though half of it would do: more strips, less waste.
+        return (min(side, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
+    return (side if shape.threads > 1 else 512), side
+
+
+def _even(length: int, side: int) -> int:
+    """Sides of nearly equal strips, none longer than `side`, in whole cache lines where that is possible."""
+    if length <= side:
+        return length
+    strips = -(-length // side)
+    return min(side, -(-length // strips // 16) * 16)
+
+
+def _num_tiles(call: Call, shape: Shape, rows: int, columns: int) -> int:
+    across = sum(-(-block // columns) for block in shape.columns)
+    down = sum(-(-block // rows) for block in shape.rows)
+    return down * (down + 1) // 2 if call.spec.symmetric else down * across

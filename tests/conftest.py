@@ -1,0 +1,52 @@
+"""What all tests share: the environment, the seed, and poisoned memory."""
+
+import os
+
+# Before torch's first operation. Half-precision products on the CPU crash with an illegal instruction on some
+# machines unless oneDNN is held below the newest instruction set it thinks it sees.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+UNINITIALISED = [
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written to holds NaN: whoever reads it will show."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = make(*args, **kwargs)
+            if made.is_floating_point():
+                with torch.no_grad():
+                    made.fill_(float("nan"))
+            return made
+
+        return wrapper
+
+    for owner, name in UNINITIALISED:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,146 @@
+"""The rooms of the library: which may import which, what importing it costs, and what it promises by name."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megabatch
+from megabatch import reference
+
+PACKAGE = Path(megabatch.__file__).parent
+PATHS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+# The public names, as a room: `import megabatch`.
+PUBLIC = "megabatch"
+
+# Each room, and the rooms it may import. A room may always import itself.
+MAY_IMPORT = {
+    "losses": set(),
+    "distributed": set(),
+    "reference": set(),
+    "backends": {"losses"},
+    "tiling": {"losses", "backends", "distributed"},
+    "functional": {"tiling", "losses", "backends", "distributed"},
+    "retrieval": {"tiling", "losses", "backends", "distributed"},
+    "modules": {"functional"},
+    "__init__": {"functional", "modules", "retrieval"},
+    "bench": {PUBLIC, "reference"},
+}
+
+LOSSES = ["clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_loss"]
+WITH_TWIN = [*LOSSES, "retrieval_ranks", "similarity_topk"]
+
+# Nothing that only an extra, a backend or a benchmark needs.
+HEAVY = ["triton", "matplotlib", "psutil", "pandas", "transformers", "open_clip", "lightly", "pytorch_metric_learning"]
+
+
+def room_of(path: str) -> str:
+    return Path(path).with_suffix("").parts[0]
+
+
+def modules_imported_by(source: str, path: str) -> Iterator[str]:
+    """The dotted names that the file at `path` of the package imports, wherever in the file it does so."""
+    folder = ["megabatch", *Path(path).parent.parts]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            base = [*base, *node.module.split(".")] if node.module else base
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def rooms_imported_by(source: str, path: str) -> set[str]:
+    rooms = set()
+    for name in modules_imported_by(source, path):
+        package, *rest = name.split(".")
+        if package == "megabatch":
+            rooms.add(rest[0] if rest and rest[0] in MAY_IMPORT else PUBLIC)
+    return rooms
+
+
+def forbidden_imports(source: str, path: str) -> set[str]:
+    room = room_of(path)
+    return rooms_imported_by(source, path) - MAY_IMPORT[room] - {room}
+
+
+def loaded_by(statement: str, names: list[str]) -> list[str]:
+    """Which of `names` a fresh interpreter has loaded after `statement`, and had not after `import torch`."""
+    code = (
+        f"import sys, torch\nbefore = set(sys.modules)\n{statement}\nprint(*(set(sys.modules) - before) & {set(names)})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return sorted(run.stdout.split())
+
+
+def parameters(function) -> list[tuple]:
+    return [(p.name, p.kind.description, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_file_belongs_to_a_known_room(path):
+    assert room_of(path) in MAY_IMPORT, f"{path}: say in MAY_IMPORT what the room {room_of(path)!r} may import"
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if room_of(path) in MAY_IMPORT])
+def test_imports_point_downwards(path):
+    assert forbidden_imports((PACKAGE / path).read_text(), path) == set()
+
+
+def test_every_room_of_the_table_exists():
+    assert {room_of(path) for path in PATHS} >= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("losses/spec.py", "import megabatch.tiling.walk", {"tiling"}),
+        ("losses/spec.py", "from megabatch.backends import eager", {"backends"}),
+        ("losses/spec.py", "from megabatch import functional", {"functional"}),
+        ("losses/spec.py", "from ..distributed.ring import Ring", {"distributed"}),
+        ("losses/spec.py", "from .. import tiling", {"tiling"}),
+        ("losses/spec.py", "def f():\n    from ..tiling import walk", {"tiling"}),
+        ("losses/spec.py", "import megabatch as mb", {PUBLIC}),
+        ("losses/spec.py", "from megabatch import clip_loss", {PUBLIC}),
+        ("losses/__init__.py", "from ..tiling import walk", {"tiling"}),
+        ("reference.py", "from .losses import Spec", {"losses"}),
+        ("reference.py", "from . import functional", {"functional"}),
+        ("modules.py", "from .tiling import walk", {"tiling"}),
+        ("bench/loss.py", "from megabatch.functional import clip_loss", {"functional"}),
+        ("backends/eager.py", "from ..losses.spec import Spec\nfrom . import select\nimport torch", set()),
+        ("losses/spec.py", "from .state import merge\nfrom . import block", set()),
+        ("bench/loss.py", "import megabatch\nfrom megabatch import reference\nfrom .table import show", set()),
+    ],
+)
+def test_the_import_check_can_fail(path, source, found):
+    assert forbidden_imports(source, path) == found
+
+
+def test_importing_the_library_does_not_import_triton_or_any_extra():
+    assert loaded_by("import megabatch", HEAVY) == []
+
+
+def test_the_check_of_loaded_modules_can_fail():
+    assert loaded_by("import megabatch, hypothesis", [*HEAVY, "hypothesis"]) == ["hypothesis"]
+
+
+def test_every_public_name_resolves():
+    assert len(megabatch.__all__) == len(set(megabatch.__all__))
+    for name in megabatch.__all__:
+        assert getattr(megabatch, name) is not None
+
+
+def test_reference_offers_exactly_the_twins():
+    assert sorted(reference.__all__) == sorted(WITH_TWIN)
+    assert set(WITH_TWIN) <= set(megabatch.__all__)
+    assert {name for name in megabatch.__all__ if name.endswith("_loss")} == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", WITH_TWIN)
+def test_twins_have_the_same_signature(name):
+    assert parameters(getattr(megabatch, name)) == parameters(getattr(reference, name))
