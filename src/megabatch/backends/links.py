@@ -98,10 +98,9 @@ class Softmax(_Link):
         sides = self._sides(tile)
         extra = {side: self._best(tile, logits, same, side, scratch) if self.stats else {} for side in sides}
         peak = logits.amax().item()
-        # An integer is subtracted without rounding from any logit near it, so positives cancel exactly, and the
-        # backward walk may use another shift and still see the same exponentials.
-        shift = float(math.ceil(peak)) if math.isfinite(peak) else 0.0
-        logits.sub_(shift)
+        shift = _shift(peak, peak)
+        if shift:
+            logits.sub_(shift)
         shifts = logits.new_full((1, 1), shift)
         pieces = {side: self._piece(tile, logits, shifts, same, side, scratch) | extra[side] for side in sides}
         logits.exp_()
@@ -148,8 +147,8 @@ class Softmax(_Link):
         if math.isnan(shift):
             low, high = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
             if max(high) - min(low) <= WIDEST_SPREAD:
-                shift = float(round((max(high) + min(low)) / 2))
-                logits.sub_(shift).exp_()
+                shift = _shift(max(high), (max(high) + min(low)) / 2)
+                (logits.sub_(shift) if shift else logits).exp_()
         if math.isnan(shift):
             _own_slopes(blocks, logits, scratch)
         else:
@@ -214,6 +213,17 @@ class Sigmoid(_Link):
             torch.where(mask, -values, values, out=values)
 
 
+def _shift(highest: float, wanted: float) -> float:
+    """What to subtract from a tile's logits before their exponential: about `wanted`, or nothing where nothing will do.
+
+    Whole numbers: one is subtracted without rounding from any logit near it, so a fitted positive cancels exactly, and
+    the backward walk may shift by another number and still see the same exponentials.
+    """
+    if not math.isfinite(wanted) or -20 <= highest <= 60:
+        return 0.0
+    return float(math.ceil(wanted))
+
+
 def _sound(total: Tensor) -> bool:
     low, high = total.aminmax()
     return low.item() >= SMALLEST_TOTAL and high.item() < math.inf
@@ -229,7 +239,7 @@ def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor) -> None:
     """pull * p with a shift for every row and one for every column: two exponentials per logit, for any spread."""
     slopes = []
     for block, shape in zip(blocks, [(-1, 1), (1, -1)], strict=False):
-        shift = block.log_sum_exp.round()  # integers, for the reason given in `fold`
+        shift = block.log_sum_exp.round()  # whole, for the reason given in `_shift`
         factor = block.pull * (shift - block.log_sum_exp).exp()
         out = logits if len(slopes) == len(blocks) - 1 else scratch
         slope = torch.sub(logits, shift.to(logits.dtype).view(shape), out=out).exp_()

@@ -120,16 +120,14 @@ def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> 
 
 
 def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Tensor:
-    """Give every row d value / d (its loss), divided by the largest of them, which is returned, or by `factor`."""
+    """Give every row d value / d (its loss), up to a factor; return the factor for reduction "none"."""
     largest = upstream.new_ones((), dtype=torch.float64)
-    for side, state in ((job.rows, rows),) if job.spec.symmetric else ((job.rows, rows), (job.columns, columns)):
-        if state.table.shape[1] != sum(map(len, side)):  # columns without a loss
-            continue
+    for side, state in [(job.rows, rows), (job.columns, columns)][: job.spec.directions]:
         pull = job.weights(side)
-        if "count" in state:
-            pull = torch.where(state["count"] == 0, 0.0, pull)
-            attach(side, "log_sum_exp", state["log_sum_exp"])
+        if job.spec.link == "softmax":
             attach(side, "state", state)
+            attach(side, "log_sum_exp", state["log_sum_exp"])
+            pull = torch.where(state["count"] == 0, 0.0, pull)
         if job.call.reduction == "none":
             pull = pull * upstream.double()
             largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)

@@ -1,0 +1,210 @@
+"""What every public function asks of its arguments, and the words it refuses them with.
+
+All of it looks at shapes, dtypes and options only, so that a compiler can trace it; what needs a look at the data is
+checked inside the operators. The form is `function: argument must rule, got value. What to do.`
+"""
+
+import math
+import warnings
+from types import EllipsisType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | EllipsisType | None
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_WARNED: set[str] = set()
+
+
+def check_word(function: str, name: str, value: Any, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
+
+
+def check_features(function: str, **features: Tensor | None) -> None:
+    """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
+    given = [(name, value) for name, value in features.items() if value is not None]
+    for name, value in given:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}.")
+        if value.dim() != 2:
+            help = "flatten(0, 1)" if value.dim() == 3 else "[None]" if value.dim() == 1 else "flatten(0, -2)"
+            raise ValueError(
+                f"{function}: {name} must have 2 dimensions, one row per sample, got shape {tuple(value.shape)}. "
+                f"Perhaps {name}{'' if help[0] == '[' else '.'}{help} is meant."
+            )
+        if not value.is_floating_point():
+            raise TypeError(f"{function}: {name} must be floating point, got {value.dtype}. Convert it with .float().")
+        if value.shape[1] == 0:
+            raise ValueError(f"{function}: {name} must have at least one column, got shape {tuple(value.shape)}.")
+    (first_name, first), *others = given
+    autocast = torch.is_autocast_enabled(first.device.type)
+    for name, value in others:
+        if value.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"{function}: {first_name} and {name} must have the same width, got {first.shape[1]} and "
+                f"{value.shape[1]}. Project one of them first."
+            )
+        if value.device != first.device:
+            raise ValueError(
+                f"{function}: {first_name} and {name} must be on the same device, got {first.device} and "
+                f"{value.device}. Move one with .to()."
+            )
+        if value.dtype != first.dtype and not autocast:
+            raise TypeError(
+                f"{function}: {first_name} and {name} must have the same dtype, got {first.dtype} and {value.dtype}. "
+                "Convert one, or run under torch.autocast."
+            )
+
+
+def check_rows(function: str, why: str, **features: Tensor) -> None:
+    (first_name, first), *others = features.items()
+    for name, value in others:
+        if len(value) != len(first):
+            raise ValueError(
+                f"{function}: {first_name} and {name} must have the same number of rows, because {why}; got "
+                f"{len(first)} and {len(value)}."
+            )
+
+
+def check_not_empty(function: str, name: str, features: Tensor) -> None:
+    if len(features) == 0:
+        raise ValueError(
+            f"{function}: {name} must have at least one row, got shape {tuple(features.shape)}. Only a rank of a group "
+            "may bring none."
+        )
+
+
+def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
+    """None, or one number for every row of `rows`."""
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
+    if value.shape != (len(rows),):
+        raise ValueError(
+            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
+            f"{tuple(value.shape)}."
+        )
+    if integers and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"{function}: {name} must be integers, got {value.dtype}. Convert it with .long().")
+    if not integers and (value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"{function}: {name} must be real numbers, got {value.dtype}. Convert it with .float().")
+    if value.device != rows.device:
+        raise ValueError(
+            f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
+            "Move it with .to()."
+        )
+
+
+def check_smoothing(function: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
+    return float(value)
+
+
+def scalar(function: str, name: str, value: float | Tensor) -> Tensor:
+    """As a floating 0-d or [1] tensor; a Python number keeps all its digits."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dim() > 1:
+            raise ValueError(f"{function}: {name} must be a scalar, 0-d or of shape [1], got shape {tuple(value.shape)}.")
+        return value if value.is_floating_point() else value.double()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(value).__name__}.")
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def scale_of(function: str, logit_scale: float | Tensor | None, temperature: float | Tensor | None) -> Tensor:
+    """The scale, from itself or from a temperature: exactly one is given."""
+    if (logit_scale is None) == (temperature is None):
+        both = "neither" if logit_scale is None else "both"
+        raise ValueError(
+            f"{function}: exactly one of logit_scale and temperature must be given, got {both}. "
+            "They say the same: logit_scale = 1 / temperature."
+        )
+    if logit_scale is not None:
+        if isinstance(logit_scale, int | float) and 0 < logit_scale < 1:
+            _warn_once(
+                f"{function}: logit_scale={logit_scale} is below 1 and looks like a temperature. It multiplies the "
+                f"logits; if 1 / {logit_scale} is meant, pass temperature={logit_scale}."
+            )
+        return scalar(function, "logit_scale", logit_scale)
+    assert temperature is not None
+    value = scalar(function, "temperature", temperature)
+    if not isinstance(temperature, Tensor) and not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
+    return (value if value.dtype == torch.float64 else value.float()).reciprocal()
+
+
+def _warn_once(message: str) -> None:
+    if not torch.compiler.is_compiling() and message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def tile_of(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
+    if tile is None:
+        return None
+    sides = (tile, tile) if isinstance(tile, int) else tuple(tile)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise TypeError(f"{function}: tile must be a whole number or a pair of them, got {tile!r}.")
+    if min(sides) < 1:
+        raise ValueError(f"{function}: tile must be at least 1, got {tile}. Leave it out to let the plan choose.")
+    if square and sides[0] != sides[1]:
+        raise ValueError(f"{function}: tile must be square, because the plane is symmetric, got {tile}.")
+    return sides[0], sides[1]
+
+
+def bytes_of(function: str, budget: int | str | None) -> int | None:
+    """A number of bytes, from itself or from words such as "512MiB"."""
+    if budget is None:
+        return None
+    size: int | None = None
+    if isinstance(budget, str):
+        digits = budget.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = budget.strip()[len(digits) :].strip().upper() or "B"
+        if unit in _UNITS and digits.replace(".", "", 1).isdigit():
+            size = int(float(digits) * _UNITS[unit])
+    elif isinstance(budget, int) and not isinstance(budget, bool):
+        size = budget
+    if size is None:
+        raise ValueError(
+            f"{function}: memory_budget must be a number of bytes or a word like '512MiB' or '2GB', got {budget!r}."
+        )
+    if size < 1:
+        raise ValueError(f"{function}: memory_budget must be at least 1 byte, got {budget!r}.")
+    return size
+
+
+def group_name(function: str, group: Group) -> str:
+    """The name by which the group travels through an operator; "" for this process alone."""
+    if group is None:
+        return ""
+    if isinstance(group, EllipsisType):
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
+                "Pass group=torch.distributed.group.WORLD for negatives from all ranks, or group=None for those of this "
+                "rank alone."
+            )
+        return ""
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{function}: group must be a DeviceMesh of one dimension, got {group.ndim}.")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{function}: group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}.")
+    return group.group_name if dist.get_world_size(group) > 1 else ""
+
+
+def autocast_dtype(features: Tensor) -> str:
+    """Name of the dtype that autocast has float32 features multiplied in; "" where it has no say."""
+    device = features.device.type
+    if device == "cpu" or not torch.is_autocast_enabled(device):
+        return ""
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
