@@ -1,11 +1,22 @@
 """Contrastive learning at any batch size: exact losses in linear memory."""
 
 from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
+from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+from .retrieval import retrieval_ranks, similarity_topk
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "ClipLoss",
+    "InfoNCELoss",
+    "NTXentLoss",
+    "SigLipLoss",
+    "SupConLoss",
     "clip_loss",
     "info_nce_loss",
     "nt_xent_loss",
+    "retrieval_ranks",
     "siglip_loss",
+    "similarity_topk",
     "supcon_loss",
 ]

@@ -282,12 +282,14 @@ def retrieval_ranks(
         (s > s[torch.arange(N), positives][:, None]).sum(1)
 
     `positives` holds a row of `key` per query, by default row i. Keys that score the same as the positive do not count.
+    A query whose positive scores NaN gets M: it was not found.
     """
     _check_group("retrieval_ranks", group)
     s = _logits(_features(query, normalize), _features(key, normalize))
     if positives is None:
         positives = torch.arange(len(s), device=s.device)
-    return (s > s.gather(1, positives[:, None].long())).sum(1)
+    bar = s.gather(1, positives[:, None].long())
+    return (s > bar).sum(1).masked_fill(bar[:, 0].isnan(), len(key))
 
 
 def similarity_topk(

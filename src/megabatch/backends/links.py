@@ -51,9 +51,8 @@ class _Link:
         length = tile.shape[1 - AXIS[side]]
         total = torch.zeros(length, dtype=torch.float64, device=values.device)
         count = torch.zeros_like(total)
-        targets = tile.targets()
-        if targets is not None:
-            column, here = targets
+        if tile.targets is not None:
+            column, here = tile.targets
             index = torch.arange(length, device=column.device) if side == "rows" else column
             found = torch.where(here, values.gather(1, column[:, None])[:, 0], 0.0)
             total.index_add_(0, index, found.double())
@@ -69,9 +68,8 @@ class _Link:
         """Largest logit of every row (or column), and of its positives."""
         best = logits.amax(AXIS[side])
         scratch.fill_(-math.inf)
-        targets = tile.targets()
-        if targets is not None:
-            column, here = targets
+        if tile.targets is not None:
+            column, here = tile.targets
             found = torch.where(here, logits.gather(1, column[:, None])[:, 0], -math.inf)
             scratch.scatter_(1, column[:, None], found[:, None])
         mask = self._positive_mask(same)
@@ -162,9 +160,8 @@ class Softmax(_Link):
     ) -> None:
         smoothing = self.spec.smoothing
         shares = [(1 - smoothing) * block.pull / block.state["count"].clamp_min(1) for block in blocks]
-        targets = tile.targets()
-        if targets is not None:
-            column, here = targets
+        if tile.targets is not None:
+            column, here = tile.targets
             share = shares[0] + shares[1][column] if len(shares) == 2 else shares[0]
             slope.scatter_add_(1, column[:, None], torch.where(here, -share, 0.0).to(slope.dtype)[:, None])
         mask = self._positive_mask(same)
@@ -203,9 +200,8 @@ class Sigmoid(_Link):
         return logits.mul_(tile.rows.pull.to(logits.dtype)[:, None])
 
     def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
-        targets = tile.targets()
-        if targets is not None:
-            column, here = targets
+        if tile.targets is not None:
+            column, here = tile.targets
             found = values.gather(1, column[:, None])
             values.scatter_(1, column[:, None], torch.where(here[:, None], -found, found))
         mask = self._positive_mask(same)

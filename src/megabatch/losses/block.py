@@ -53,6 +53,10 @@ class Block:
     def strips(self, height: int) -> list["Block"]:
         return [self.cut(start, min(start + height, len(self))) for start in range(0, len(self), height)]
 
+    def of(self, values: Tensor) -> Tensor:
+        """These rows' part of something that covers the whole side."""
+        return values[self.start : self.start + len(self)]
+
     @cached_property
     def log_sum_exp_range(self) -> tuple[float, float]:
         """Smallest and largest, looked up once per strip: it decides which form of the slope is safe."""
@@ -73,6 +77,7 @@ class Tile:
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
+    @cached_property
     def targets(self) -> tuple[Tensor, Tensor] | None:
         """For every row, (column of its target within this tile, whether it is here); None where surely none is."""
         target, within = self.rows.target, self.rows.targets_within
@@ -89,9 +94,8 @@ class Tile:
         if row_ids is None or column_ids is None or not torch.isin(row_ids, column_ids).any():
             return None
         mask = row_ids[:, None] == column_ids[None, :]
-        targets = self.targets()
-        if targets is not None:
-            column, here = targets
+        if self.targets is not None:
+            column, here = self.targets
             mask.scatter_(1, column[:, None], (mask.gather(1, column[:, None]) & ~here[:, None]))
         if self.diagonal:
             mask.fill_diagonal_(False)

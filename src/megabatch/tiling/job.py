@@ -73,14 +73,11 @@ class Job:
                 columns.append(Block(extra, len(second), self.inputs.extra_ids))
         if self.call.normalize:
             for block in {id(block): block for block in rows + columns}.values():
-                block.inverse_norm = self._lengths(block.features).clamp_min_(1e-12).reciprocal_()
+                block.inverse_norm = inverse_lengths(block.features, self.compute)
         return rows, columns
 
     def _paired(self, start: int, count: int) -> tuple[Tensor, tuple[int, int]]:
         return torch.arange(start, start + count, device=self.device), (start, start + count)
-
-    def _lengths(self, features: Tensor) -> Tensor:
-        return torch.cat([torch.linalg.vector_norm(x.to(self.compute), dim=1) for x in features.split(STRIP)])
 
     def features(self) -> list[tuple[Block, bool]]:
         """The blocks of the feature inputs in their order, and whether each gets a gradient."""
@@ -202,13 +199,22 @@ class Job:
                 raise ValueError(f"{function}: positives must be rows of key, 0 to {last}, got {low} to {high}.")
         if self.call.normalize is None and function not in _SEEN:
             _SEEN.add(function)
-            low, high = (bound.item() for bound in self._lengths(inputs.first).aminmax())
+            low, high = (bound.item() for bound in _lengths(inputs.first, self.compute).aminmax())
             if max(abs(low - 1), abs(high - 1)) > 0.01:
                 warnings.warn(
                     f"{function}: the rows of the first batch are not of unit length, but from {low:.4g} to {high:.4g}. "
                     "Pass normalize=True for cosine similarity, or normalize=False if dot products are meant.",
                     stacklevel=2,
                 )
+
+
+def inverse_lengths(features: Tensor, compute: torch.dtype) -> Tensor:
+    """What makes every row one of unit length."""
+    return _lengths(features, compute).clamp_min_(1e-12).reciprocal_()
+
+
+def _lengths(features: Tensor, compute: torch.dtype) -> Tensor:
+    return torch.cat([torch.linalg.vector_norm(x.to(compute), dim=1) for x in features.split(STRIP)])
 
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:

@@ -1,0 +1,230 @@
+"""Ranks and nearest keys, over the same tiles as the losses: no matrix of scores is held.
+
+All tiles have one shape, the last ones padded with zeros: a matrix product rounds by the shape of its operands and the
+place in them, and equal keys must get equal scores.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .backends.eager import Eager
+from .backends.select import select
+from .checks import (
+    Group,
+    bytes_of,
+    check_features,
+    check_not_empty,
+    check_vector,
+    check_word,
+    group_name,
+    tile_of,
+)
+from .losses.block import Block, Tile
+from .losses.spec import Spec
+from .tiling.job import inverse_lengths
+from .tiling.plan import DEFAULT_BUDGET, Plan
+from .tiling.walk import walk
+
+PADDING = 64  # sides of a tile are multiples of it, so that no product has ragged edges
+SIDE = 2048
+
+
+@torch.no_grad()
+def retrieval_ranks(
+    query: Tensor,
+    key: Tensor,
+    *,
+    positives: Tensor | None = None,
+    normalize: bool = False,
+    group: Group = ...,
+    tile: int | tuple[int, int] | None = None,
+    memory_budget: int | str | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """How many keys score above each query's positive, without the matrix of scores; 0 means it comes first.
+
+    Equals, for scores whose equal keys are rounded equally,
+
+        scores = query @ key.T
+        (scores > scores.gather(1, positives[:, None])).sum(1)
+
+    so that recall at k is `(ranks < k).float().mean()`. Keys that score the same as the positive do not count.
+
+    Args:
+        query: `[N, D]`.
+        key: `[M, D]`, M at least N unless `positives` is given.
+        positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i.
+        normalize: True: L2-normalise rows first, in float32.
+        group: As for the losses; one process in this version.
+        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
+        memory_budget: Bytes, or a word like "512MiB", for tiles.
+        backend: "auto" or "eager".
+
+    Returns:
+        `[N]` int64. A query whose positive scores NaN gets M: it was not found.
+    """
+    name = "retrieval_ranks"
+    scores = _Scores(name, query, key, normalize, group, tile, memory_budget, backend)
+    check_vector(name, "positives", positives, "query", query, integers=True)
+    if positives is None:
+        if len(key) < len(query):
+            raise ValueError(
+                f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; got "
+                f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+            )
+        positives = torch.arange(len(query), device=query.device)
+    elif positives.min() < 0 or positives.max() >= len(key):
+        raise ValueError(
+            f"{name}: positives must be rows of key, 0 to {len(key) - 1}, got {positives.min().item()} to "
+            f"{positives.max().item()}."
+        )
+    positives = positives.long()
+    ranks = torch.empty(len(query), dtype=torch.int64, device=query.device)
+    for strip in scores.strips():
+        bar = scores.of_positives(strip, strip[0].rows.of(positives))
+        above = sum(scores.count_above(scores.of(tile), bar) for tile in strip)
+        strip[0].rows.of(ranks).copy_(torch.where(bar.isnan(), len(key), above))
+    return ranks
+
+
+@torch.no_grad()
+def similarity_topk(
+    query: Tensor,
+    key: Tensor,
+    k: int,
+    *,
+    normalize: bool = False,
+    group: Group = ...,
+    tile: int | tuple[int, int] | None = None,
+    memory_budget: int | str | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The k keys that score highest for each query, best first, without the matrix of scores.
+
+    Equals, up to rounding and the order of equal scores, `torch.topk(query @ key.T, k)`.
+
+    Args:
+        query: `[N, D]`.
+        key: `[M, D]`.
+        k: How many, 1 to M.
+        normalize: True: L2-normalise rows first, in float32.
+        group: As for the losses; one process in this version.
+        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
+        memory_budget: Bytes, or a word like "512MiB", for tiles.
+        backend: "auto" or "eager".
+
+    Returns:
+        Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64.
+    """
+    name = "similarity_topk"
+    scores = _Scores(name, query, key, normalize, group, tile, memory_budget, backend)
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
+    if not 1 <= k <= len(key):
+        raise ValueError(f"{name}: k must be from 1 to the number of keys, {len(key)}, got {k}.")
+    values = torch.full((len(query), k), -torch.inf, dtype=scores.compute, device=query.device)
+    indices = torch.zeros((len(query), k), dtype=torch.int64, device=query.device)
+    for strip in scores.strips():
+        best, where = strip[0].rows.of(values), strip[0].rows.of(indices)
+        for tile in strip:
+            candidates = scores.of(tile)
+            # Few rows of a late tile still hold one of their query's best. NaN counts as best, as in torch.topk.
+            behind = (~(candidates.amax(1) <= best[:, -1])).nonzero()[:, 0]
+            found, column = candidates[behind].topk(min(k, candidates.shape[1]))
+            best[behind], place = torch.cat([best[behind], found], 1).topk(k)
+            where[behind] = torch.cat([where[behind], column + tile.columns.start], 1).gather(1, place)
+    return values, indices
+
+
+class _Scores:
+    """The plane of query-key scores, in tiles of one shape."""
+
+    def __init__(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        normalize: bool,
+        group: Group,
+        tile: int | tuple[int, int] | None,
+        memory_budget: int | str | None,
+        backend: str,
+    ) -> None:
+        check_features(name, query=query, key=key)
+        check_not_empty(name, "query", query)
+        check_not_empty(name, "key", key)
+        check_word(name, "normalize", normalize, (True, False))
+        check_word(name, "backend", backend, ("auto", "eager", "triton"))
+        if group_name(name, group):
+            raise ValueError(f"{name}: group must be None in this version, got one of several ranks.")
+        self.compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+        budget = bytes_of(name, memory_budget) or DEFAULT_BUDGET
+        self.plan = Plan(*_sides(name, query, key, tile_of(name, tile), budget, self.compute))
+        self.rows = self._padded_strips(query, self.plan.rows, normalize)
+        self.columns = self._padded_strips(key, self.plan.columns, normalize)
+        self.num_rows, self.num_columns = len(query), len(key)
+        self.backend: Eager = select(name, backend, query.device, query.dtype)(
+            Spec("softmax"), 1.0, 0.0, self.compute, query.device
+        )
+        self._ones = torch.ones(self.plan.columns, dtype=self.compute, device=query.device)
+
+    def _padded_strips(self, features: Tensor, side: int, normalize: bool) -> list[Block]:
+        strips = []
+        for start, part in zip(range(0, len(features), side), features.split(side), strict=True):
+            strip = Block(torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part, start)
+            if normalize:
+                strip.inverse_norm = inverse_lengths(strip.features, self.compute)
+            strips.append(strip)
+        return strips
+
+    def strips(self) -> Iterator[list[Tile]]:
+        return walk(self.plan, self.rows, self.columns, symmetric=False)
+
+    def of(self, tile: Tile) -> Tensor:
+        """Scores of one tile, without its padding, until the next is asked for."""
+        return self.backend.scores(tile)[: self.num_rows - tile.rows.start, : self.num_columns - tile.columns.start]
+
+    def of_positives(self, strip: list[Tile], positives: Tensor) -> Tensor:
+        """The positives' scores, from the same products that the others' come from."""
+        bar = torch.empty(len(positives), dtype=self.compute, device=positives.device)
+        for tile in strip:
+            column = positives - tile.columns.start
+            here = (column >= 0) & (column < len(tile.columns))
+            if here.any():
+                scores = self.of(tile)
+                bar = torch.where(here, scores.gather(1, column.clamp_(0, scores.shape[1] - 1)[:, None])[:, 0], bar)
+        return bar
+
+    def count_above(self, scores: Tensor, bar: Tensor) -> Tensor:
+        # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
+        above = torch.gt(scores, bar[:, None], out=scores)
+        return torch.mv(above, self._ones[: scores.shape[1]]).long()
+
+
+def _sides(
+    name: str, query: Tensor, key: Tensor, tile: tuple[int, int] | None, budget: int, compute: torch.dtype
+) -> tuple[int, int]:
+    """Height and width of a tile: multiples of the padding that fit the budget."""
+    element, width = torch.finfo(compute).bits // 8, query.shape[1]
+    longest = _padded(len(query)), _padded(len(key))
+    if tile is not None:
+        return min(_padded(tile[0]), longest[0]), min(_padded(tile[1]), longest[1])
+    height, breadth = min(SIDE, longest[0]), min(SIDE, longest[1])
+
+    def needed(height: int, breadth: int) -> int:
+        return element * (height * breadth + 2 * (height + breadth) * width)
+
+    while needed(height, breadth) > budget and max(height, breadth) > PADDING:
+        height, breadth = _padded(height // 2), _padded(breadth // 2)
+    if needed(height, breadth) > budget:
+        raise ValueError(
+            f"{name}: memory_budget must be at least {needed(height, breadth)} bytes for features of width {width}, "
+            f"got {budget}. The default is {DEFAULT_BUDGET}."
+        )
+    return height, breadth
+
+
+def _padded(length: int) -> int:
+    return max(PADDING, -(-length // PADDING) * PADDING)

@@ -1,0 +1,84 @@
+"""Ranks and nearest keys equal the dense answer, ties included, in linear memory."""
+
+import pytest
+import torch
+
+import megabatch
+from megabatch import reference
+
+SHAPES = [(1, 1, 1), (3, 5, 7), (70, 130, 65), (200, 333, 16), (65, 500, 300), (31, 33, 512)]
+
+
+@pytest.mark.parametrize("tile", [None, 64, (64, 128)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ranks_equal_the_dense_answer(shape: tuple[int, int, int], tile: object) -> None:
+    num_queries, num_keys, width = shape
+    query, key = torch.randn(num_queries, width), torch.randn(num_keys, width)
+    positives = torch.randint(num_keys, (num_queries,))
+    ranks = megabatch.retrieval_ranks(query, key, positives=positives, tile=tile)
+    expected = reference.retrieval_ranks(query.double(), key.double(), positives=positives)
+    assert torch.equal(ranks, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equal_keys_tie_wherever_they_lie(shape: tuple[int, int, int]) -> None:
+    num_queries, num_keys, width = shape
+    query, key = torch.randn(num_queries, width), torch.randn(1, width).expand(num_keys, width)
+    ranks = megabatch.retrieval_ranks(query, key, positives=torch.randint(num_keys, (num_queries,)), tile=64)
+    assert torch.equal(ranks, torch.zeros_like(ranks))
+
+
+def test_by_default_row_i_belongs_with_row_i() -> None:
+    query = torch.randn(9, 4)
+    key = torch.cat([query, torch.randn(3, 4)])
+    expected = reference.retrieval_ranks(query.double(), key.double(), normalize=True)
+    assert torch.equal(megabatch.retrieval_ranks(query, key, normalize=True), expected)
+    assert torch.equal(expected, torch.zeros(9, dtype=torch.long))
+
+
+def test_a_positive_that_scores_nan_is_not_found() -> None:
+    key = torch.randn(7, 4)
+    key[2] = torch.nan
+    ranks = megabatch.retrieval_ranks(torch.randn(7, 4), key)
+    assert ranks[2] == 7
+    assert torch.equal(ranks, reference.retrieval_ranks(torch.zeros(7, 4), key).where(ranks == 7, ranks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_topk_equals_the_dense_answer(k: int, normalize: bool, dtype: torch.dtype) -> None:
+    query, key = torch.randn(150, 24).to(dtype), torch.randn(301, 24).to(dtype)
+    values, indices = megabatch.similarity_topk(query, key, k, normalize=normalize, tile=(64, 128))
+    expected, _ = reference.similarity_topk(query, key, k, normalize=normalize)
+    torch.testing.assert_close(values, expected)
+    scores, _ = reference.similarity_topk(query, key, len(key), normalize=normalize)
+    assert values.dtype == scores.dtype
+    chosen = torch.stack([q @ key[i].T.to(q.dtype) for q, i in zip(query.double(), indices, strict=True)])
+    if not normalize:
+        torch.testing.assert_close(chosen, expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_topk_of_all_keys_sorts_them() -> None:
+    query, key = torch.randn(5, 3), torch.randn(130, 3)
+    values, indices = megabatch.similarity_topk(query, key, 130, tile=64)
+    torch.testing.assert_close(values, (query @ key.T).sort(1, descending=True).values)
+    assert torch.equal(indices.sort(1).values, torch.arange(130).expand(5, 130))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k: megabatch.similarity_topk(q, k, 8), "k must be from 1 to the number of keys, 7, got 8"),
+        (lambda q, k: megabatch.similarity_topk(q, k, 0), "k must be from 1 to the number of keys, 7, got 0"),
+        (lambda q, k: megabatch.retrieval_ranks(k, q[:5]), "key must have at least as many rows as query.*5 and 7"),
+        (lambda q, k: megabatch.retrieval_ranks(q, k, positives=torch.full((6,), 7)), "0 to 6, got 7 to 7"),
+        (lambda q, k: megabatch.retrieval_ranks(q, k[:, :2]), "the same width, got 3 and 2"),
+        (lambda q, k: megabatch.retrieval_ranks(q, k, memory_budget=10), "memory_budget must be at least 19456 bytes"),
+        (lambda q, k: megabatch.retrieval_ranks(q[:0], k), "query must have at least one row"),
+        (lambda q, k: megabatch.retrieval_ranks(q, k, backend="fast"), "backend must be one of 'auto'"),
+    ],
+)
+def test_bad_input_is_named(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(6, 3), torch.randn(7, 3))
