@@ -1,10 +1,12 @@
 """What every public function asks of its arguments, and the words it refuses them with.
 
 All of it looks at shapes, dtypes and options only, so that a compiler can trace it; what needs a look at the data is
-checked inside the operators. The form is `function: argument must rule, got value. What to do.`
+checked inside the operators. A number that the operators take as a constant is made one here: a compiler that has seen
+it change traces it as a symbol, which has no digits. The form is `function: argument must rule, got value. What to do.`
 """
 
 import math
+import operator
 import warnings
 from types import EllipsisType
 from typing import Any
@@ -16,32 +18,38 @@ from torch import Tensor
 Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | EllipsisType | None
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WARNED: set[str] = set()
 
 
-def check_word(function: str, name: str, value: Any, words: tuple[str, ...]) -> None:
-    if value not in words:
+def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) -> None:
+    # By type too: 1 is not True, and a tensor is no word at all.
+    if not any(type(value) is type(word) and value == word for word in words):
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
 
 
-def check_features(function: str, **features: Tensor | None) -> None:
+def check_features(function: str, **features: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
-    given = [(name, value) for name, value in features.items() if value is not None]
-    for name, value in given:
+    for name, value in features.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}.")
+        _check_layout(function, name, value)
         if value.dim() != 2:
-            help = "flatten(0, 1)" if value.dim() == 3 else "[None]" if value.dim() == 1 else "flatten(0, -2)"
+            help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
-                f"{function}: {name} must have 2 dimensions, one row per sample, got shape {tuple(value.shape)}. "
-                f"Perhaps {name}{'' if help[0] == '[' else '.'}{help} is meant."
+                f"{function}: {name} must have 2 dimensions, one row per sample, got shape {tuple(value.shape)}."
+                + help.get(value.dim(), f" Perhaps {name}.flatten(0, -2) is meant.")
             )
-        if not value.is_floating_point():
-            raise TypeError(f"{function}: {name} must be floating point, got {value.dtype}. Convert it with .float().")
+        if value.dtype not in _FLOATS:
+            convert = "torch.view_as_real and .flatten(1)" if value.is_complex() else ".float()"
+            raise TypeError(
+                f"{function}: {name} must be floating point ({_one_of(_FLOATS)}), got {value.dtype}. "
+                f"Convert it with {convert}."
+            )
         if value.shape[1] == 0:
             raise ValueError(f"{function}: {name} must have at least one column, got shape {tuple(value.shape)}.")
-    (first_name, first), *others = given
-    autocast = torch.is_autocast_enabled(first.device.type)
+    (first_name, first), *others = features.items()
     for name, value in others:
         if value.shape[1] != first.shape[1]:
             raise ValueError(
@@ -53,11 +61,24 @@ def check_features(function: str, **features: Tensor | None) -> None:
                 f"{function}: {first_name} and {name} must be on the same device, got {first.device} and "
                 f"{value.device}. Move one with .to()."
             )
-        if value.dtype != first.dtype and not autocast:
+        if value.dtype != first.dtype and not _autocasts(first.device):
             raise TypeError(
                 f"{function}: {first_name} and {name} must have the same dtype, got {first.dtype} and {value.dtype}. "
                 "Convert one, or run under torch.autocast."
             )
+    if first.device.type == "meta":
+        raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
+
+
+def _check_layout(function: str, name: str, value: Tensor) -> None:
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested one" if value.is_nested else f"{value.layout}"
+        raise TypeError(f"{function}: {name} must be a dense tensor, got {kind}. Make it dense first.")
+
+
+def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}"
 
 
 def check_rows(function: str, why: str, **features: Tensor) -> None:
@@ -66,7 +87,8 @@ def check_rows(function: str, why: str, **features: Tensor) -> None:
         if len(value) != len(first):
             raise ValueError(
                 f"{function}: {first_name} and {name} must have the same number of rows, because {why}; got "
-                f"{len(first)} and {len(value)}."
+                f"{len(first)} and {len(value)}. Drop the ragged last batch in the loader, or pass the pairs that "
+                "exist."
             )
 
 
@@ -84,15 +106,21 @@ def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, r
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
+    _check_layout(function, name, value)
     if value.shape != (len(rows),):
         raise ValueError(
             f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
             f"{tuple(value.shape)}."
         )
-    if integers and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-        raise TypeError(f"{function}: {name} must be integers, got {value.dtype}. Convert it with .long().")
-    if not integers and (value.is_complex() or value.dtype == torch.bool):
-        raise TypeError(f"{function}: {name} must be real numbers, got {value.dtype}. Convert it with .float().")
+    if integers and value.dtype not in _INTEGERS:
+        raise TypeError(
+            f"{function}: {name} must be integers ({_one_of(_INTEGERS)}), got {value.dtype}. Convert it with .long()."
+        )
+    if not integers and value.dtype not in _FLOATS + _INTEGERS:
+        raise TypeError(
+            f"{function}: {name} must be real numbers ({_one_of(_FLOATS + _INTEGERS)}), got {value.dtype}. "
+            "Convert it with .float()."
+        )
     if value.device != rows.device:
         raise ValueError(
             f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
@@ -105,18 +133,26 @@ def check_smoothing(function: str, value: float) -> float:
         raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
     if not 0 <= value <= 1:
         raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
-    return float(value)
+    numerator, denominator = float(value).as_integer_ratio()
+    return numerator / denominator
 
 
 def scalar(function: str, name: str, value: float | Tensor) -> Tensor:
     """As a floating 0-d or [1] tensor; a Python number keeps all its digits."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1:
-            raise ValueError(f"{function}: {name} must be a scalar, 0-d or of shape [1], got shape {tuple(value.shape)}.")
+            raise ValueError(
+                f"{function}: {name} must be a scalar, 0-d or of shape [1], got shape {tuple(value.shape)}."
+            )
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{function}: {name} must be a real number, got {value.dtype}. Convert it with .float().")
+        if value.device.type == "meta":
+            raise ValueError(f"{function}: {name} must hold data, got a tensor on the meta device.")
         return value if value.is_floating_point() else value.double()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(value).__name__}.")
-    return torch.tensor(float(value), dtype=torch.float64)
+    # A product, because that is what a compiler can take another number into without compiling anew.
+    return torch.ones((), dtype=torch.float64) * float(value)
 
 
 def scale_of(function: str, logit_scale: float | Tensor | None, temperature: float | Tensor | None) -> Tensor:
@@ -128,36 +164,39 @@ def scale_of(function: str, logit_scale: float | Tensor | None, temperature: flo
             "They say the same: logit_scale = 1 / temperature."
         )
     if logit_scale is not None:
-        if isinstance(logit_scale, int | float) and 0 < logit_scale < 1:
+        if not torch.compiler.is_compiling() and isinstance(logit_scale, int | float) and 0 < logit_scale < 1:
             _warn_once(
+                function,
                 f"{function}: logit_scale={logit_scale} is below 1 and looks like a temperature. It multiplies the "
-                f"logits; if 1 / {logit_scale} is meant, pass temperature={logit_scale}."
+                f"logits; if 1 / {logit_scale} is meant, pass temperature={logit_scale}.",
             )
         return scalar(function, "logit_scale", logit_scale)
     assert temperature is not None
     value = scalar(function, "temperature", temperature)
-    if not isinstance(temperature, Tensor) and not (temperature > 0 and math.isfinite(temperature)):
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
         raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
-    return (value if value.dtype == torch.float64 else value.float()).reciprocal()
+    value = value if value.dtype == torch.float64 else value.float()
+    # A tensor's value is not looked at here: NaN has the operator refuse one that is not positive and finite.
+    return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def _warn_once(message: str) -> None:
-    if not torch.compiler.is_compiling() and message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=4)
+def _warn_once(function: str, message: str) -> None:
+    if function not in _WARNED:
+        _WARNED.add(function)
+        warnings.warn(message, stacklevel=5)  # where the loss was called
 
 
 def tile_of(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
     if tile is None:
         return None
-    sides = (tile, tile) if isinstance(tile, int) else tuple(tile)
+    sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"{function}: tile must be a whole number or a pair of them, got {tile!r}.")
     if min(sides) < 1:
         raise ValueError(f"{function}: tile must be at least 1, got {tile}. Leave it out to let the plan choose.")
     if square and sides[0] != sides[1]:
         raise ValueError(f"{function}: tile must be square, because the plane is symmetric, got {tile}.")
-    return sides[0], sides[1]
+    return operator.index(sides[0]), operator.index(sides[1])
 
 
 def bytes_of(function: str, budget: int | str | None) -> int | None:
@@ -168,13 +207,15 @@ def bytes_of(function: str, budget: int | str | None) -> int | None:
     if isinstance(budget, str):
         digits = budget.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
         unit = budget.strip()[len(digits) :].strip().upper() or "B"
-        if unit in _UNITS and digits.replace(".", "", 1).isdigit():
+        if unit in _UNITS and digits.isascii() and digits.replace(".", "", 1).isdigit():
             size = int(float(digits) * _UNITS[unit])
     elif isinstance(budget, int) and not isinstance(budget, bool):
-        size = budget
+        size = operator.index(budget)
     if size is None:
-        raise ValueError(
-            f"{function}: memory_budget must be a number of bytes or a word like '512MiB' or '2GB', got {budget!r}."
+        error = ValueError if isinstance(budget, str) else TypeError
+        raise error(
+            f"{function}: memory_budget must be a whole number of bytes or a word like '512MiB' or '2GB', got "
+            f"{budget!r}."
         )
     if size < 1:
         raise ValueError(f"{function}: memory_budget must be at least 1 byte, got {budget!r}.")
@@ -189,8 +230,8 @@ def group_name(function: str, group: Group) -> str:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
-                "Pass group=torch.distributed.group.WORLD for negatives from all ranks, or group=None for those of this "
-                "rank alone."
+                "Pass group=torch.distributed.group.WORLD for negatives from all ranks, or group=None for those of "
+                "this rank alone."
             )
         return ""
     if isinstance(group, dist.device_mesh.DeviceMesh):
@@ -204,7 +245,10 @@ def group_name(function: str, group: Group) -> str:
 
 def autocast_dtype(features: Tensor) -> str:
     """Name of the dtype that autocast has float32 features multiplied in; "" where it has no say."""
-    device = features.device.type
-    if device == "cpu" or not torch.is_autocast_enabled(device):
+    if features.device.type == "cpu" or not _autocasts(features.device):
         return ""
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return str(torch.get_autocast_dtype(features.device.type)).removeprefix("torch.")
+
+
+def _autocasts(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

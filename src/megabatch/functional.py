@@ -94,8 +94,9 @@ def clip_loss(
     )
     if bias is None:
         return result
-    unused = bias.sum().to(image_features.device) * 0
-    return (result[0] + unused.to(result[0].dtype), result[1]) if isinstance(result, tuple) else result + unused.to(result.dtype)
+    value, *stats = result if isinstance(result, tuple) else (result,)
+    value = value + (bias.sum() * 0).to(value)
+    return (value, stats[0]) if stats else value
 
 
 def info_nce_loss(
@@ -144,10 +145,9 @@ def info_nce_loss(
             f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
             f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
         )
-    check_features(name, query=query, key=key, negatives=negatives)
+    extra = {} if negatives is None else {"negatives": negatives}
+    check_features(name, query=query, key=key, **extra)
     check_not_empty(name, "key", key)
-    if negatives is not None and len(negatives) == 0:
-        negatives, negative_ids = None, None
     check_word(name, "same_ids", same_ids, ("mask", "positive"))
     if positives is None and len(key) < len(query):
         raise ValueError(
@@ -167,6 +167,8 @@ def info_nce_loss(
         raise ValueError(
             f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got {given}."
         )
+    if negatives is not None and len(negatives) == 0:
+        negatives, negative_ids = None, None
     return _contrast(
         name,
         specs.info_nce(_same(same_ids, query_ids), check_smoothing(name, label_smoothing)),
@@ -381,8 +383,8 @@ _OPTIONS = """
         temperature: In place of `logit_scale`.
         normalize: True: L2-normalise inside, in float32. False: as given. None: as given, and warn once if the rows of
             the first batch are not of unit length.
-        {smoothing}weight: `[N]` weight per row, for every direction. The mean is sum(weight * loss) / sum(weight). A row of
-            weight 0 still is a negative for others.
+        {smoothing}weight: `[N]` weight per row, for every direction. The mean is sum(weight * loss) / sum(weight). A
+            row of weight 0 still is a negative for others.
         {ids}reduction: "mean", "sum", or "none" for `weight * loss` of every row.
         return_stats: Also return a dict of detached statistics from the same tiles: loss, accuracy (top-1), and
             positive_logit; per direction where there are two.
@@ -445,11 +447,12 @@ def _contrast(
     rows_name, first = rows
     check_not_empty(name, rows_name, first)
     check_vector(name, "weight", weight, rows_name, first, integers=False)
-    check_word(name, "normalize", normalize, (True, False, None))  # type: ignore[arg-type]
+    check_word(name, "normalize", normalize, (True, False, None))
     check_word(name, "reduction", reduction, ("mean", "sum", "none"))
     check_word(name, "grad_reduction", grad_reduction, ("mean", "sum"))
     check_word(name, "exchange", exchange, ("auto", "ring", "gather"))
-    check_word(name, "overlap", overlap, (True, False))  # type: ignore[arg-type]
+    check_word(name, "overlap", overlap, (True, False))
+    check_word(name, "return_stats", return_stats, (True, False))
     check_word(name, "backend", backend, ("auto", "eager", "triton"))
     scale = scale_of(name, logit_scale, temperature)
     bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
@@ -459,7 +462,7 @@ def _contrast(
         spec,
         Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in differentiable)),
         reduction,
-        bool(return_stats),
+        return_stats,
         normalize,
         tile_of(name, tile, square=spec.symmetric),
         bytes_of(name, memory_budget),

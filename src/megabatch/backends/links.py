@@ -47,22 +47,32 @@ class _Link:
     def _positives(
         self, tile: Tile, values: Tensor, same: Tensor | None, side: str, scratch: Tensor
     ) -> dict[str, Tensor]:
-        """Sum and number of every row's (or column's) positives."""
-        length = tile.shape[1 - AXIS[side]]
-        total = torch.zeros(length, dtype=torch.float64, device=values.device)
+        """Sum and number of every row's (or column's) positives, targets not included."""
+        total = torch.zeros(tile.shape[1 - AXIS[side]], dtype=torch.float64, device=values.device)
         count = torch.zeros_like(total)
-        if tile.targets is not None:
-            column, here = tile.targets
-            index = torch.arange(length, device=column.device) if side == "rows" else column
-            found = torch.where(here, values.gather(1, column[:, None])[:, 0], 0.0)
-            total.index_add_(0, index, found.double())
-            count.index_add_(0, index, here.double())
         mask = self._positive_mask(same)
         if mask is not None:
-            zero = values.new_zeros(())
-            total += torch.where(mask, values, zero, out=scratch).sum(AXIS[side])
+            total += torch.where(mask, values, values.new_zeros(()), out=scratch).sum(AXIS[side])
             count += mask.sum(AXIS[side])
         return {"positive": total, "count": count}
+
+    def _at_targets(self, tile: Tile, values: Tensor) -> Tensor:
+        """Of every row, the value at its target, or at any column where its target is not here."""
+        if tile.targets is None:
+            return values.new_empty(0)
+        return values.gather(1, tile.targets[0][:, None])[:, 0].double()
+
+    def _add_targets(self, tile: Tile, side: str, piece: dict[str, Tensor], logits: Tensor) -> None:
+        if tile.targets is None:
+            return
+        column, here = tile.targets
+        found, one = torch.where(here, logits, 0.0), here.double()
+        if side == "rows":
+            piece["positive"] += found
+            piece["count"] += one
+        else:
+            piece["positive"].index_add_(0, column, found)
+            piece["count"].index_add_(0, column, one)
 
     def _best(self, tile: Tile, logits: Tensor, same: Tensor | None, side: str, scratch: Tensor) -> dict[str, Tensor]:
         """Largest logit of every row (or column), and of its positives."""
@@ -99,41 +109,52 @@ class Softmax(_Link):
         shift = _shift(peak, peak)
         if shift:
             logits.sub_(shift)
-        shifts = logits.new_full((1, 1), shift)
-        pieces = {side: self._piece(tile, logits, shifts, same, side, scratch) | extra[side] for side in sides}
+        at_targets = self._at_targets(tile, logits)
+        pieces = {side: self._piece(logits, tile, same, side, scratch) for side in sides}
         logits.exp_()
-        totals = {side: logits.sum(AXIS[side]) for side in sides}
-        if not all(_sound(total) for total in totals.values()):
+        for side in sides:
+            self._complete(pieces[side], tile, side, at_targets, logits, logits.new_full((1,), shift))
+        if not all(_sound(piece["total"]) for piece in pieces.values()):
             shift = math.nan
             logits = again()
             self.hide(tile, logits, same)
             for side in sides:
-                shifts = logits.amax(AXIS[side], keepdim=True)
-                own = torch.sub(logits, shifts.masked_fill(shifts == -math.inf, 0.0), out=scratch)
-                other = torch.empty_like(scratch) if self.spec.same == "positive" or self.spec.smoothing else scratch
-                pieces[side] = self._piece(tile, own, shifts, same, side, other) | extra[side]
-                totals[side] = own.exp_().sum(AXIS[side])
+                peaks = logits.amax(AXIS[side], keepdim=True)
+                own = torch.sub(logits, peaks.masked_fill(peaks == -math.inf, 0.0), out=scratch)
+                at_targets = self._at_targets(tile, own)
+                pieces[side] = self._piece(own, tile, same, side, scratch=torch.empty_like(own))
+                own.exp_()
+                self._complete(pieces[side], tile, side, at_targets, own, peaks.view(-1))
         for side in sides:
-            block: Block = getattr(tile, side)
-            assert block.state is not None
-            block.state.merge(pieces[side] | {"total": totals[side]})
+            getattr(tile, side).state.merge(pieces[side] | extra[side])
         return shift
 
     def _piece(
-        self, tile: Tile, shifted: Tensor, shifts: Tensor, same: Tensor | None, side: str, scratch: Tensor
+        self, shifted: Tensor, tile: Tile, same: Tensor | None, side: str, scratch: Tensor
     ) -> dict[str, Tensor]:
-        """What one side keeps of its logits beside the exponentials. `shifted` is S - shifts."""
-        shift = shifts.double().view(-1)
-        finite = shift.masked_fill(shift == -math.inf, 0.0)
+        """What one side keeps of its shifted logits, as long as they are not exponentials yet."""
         piece = self._positives(tile, shifted, same, side, scratch)
-        piece["positive"] += finite * piece["count"]
         if self.spec.smoothing:
             counts = shifted != -math.inf
             piece["valid"] = counts.sum(AXIS[side]).double()
-            kept = torch.where(counts, shifted, shifted.new_zeros(()), out=scratch).sum(AXIS[side])
-            piece["everything"] = kept + finite * piece["valid"]
-        piece["shift"] = shift.expand(shifted.shape[1 - AXIS[side]])
+            kept = torch.where(counts, shifted, shifted.new_zeros(()), out=scratch)
+            piece["everything"] = kept.sum(AXIS[side]).double()
         return piece
+
+    def _complete(
+        self, piece: dict[str, Tensor], tile: Tile, side: str, at_targets: Tensor, exponentials: Tensor, shift: Tensor
+    ) -> None:
+        """Add the exponentials to a piece, and the shift to the sums of what was shifted."""
+        # The loss of a fitted row is log(total / exponential of its target): taken from the same numbers, it is 0 where
+        # nothing else adds to the total, and never below.
+        powers = self._at_targets(tile, exponentials)
+        self._add_targets(tile, side, piece, torch.where(powers >= SMALLEST_TOTAL, powers.log(), at_targets))
+        piece["total"] = exponentials.sum(AXIS[side])
+        piece["shift"] = shift.double().expand(len(piece["total"]))
+        finite = shift.double().masked_fill(shift == -math.inf, 0.0)
+        piece["positive"] += finite * piece["count"]
+        if self.spec.smoothing:
+            piece["everything"] += finite * piece["valid"]
 
     def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
         """Turn S (or, with a shift, exp(S - shift)) into G = pull * (p - aim), of the rows and of the columns."""
@@ -185,6 +206,7 @@ class Sigmoid(_Link):
             piece = self._best(tile, logits, same, "rows", scratch)
             columns.merge(self._best(tile, logits, same, "columns", scratch))
             piece |= self._positives(tile, logits, same, "rows", scratch)
+            self._add_targets(tile, "rows", piece, self._at_targets(tile, logits))
         self._negate_positives(tile, logits, same)
         torch._C._nn.softplus(logits, 1, 40, out=scratch)
         rows.merge(piece | {"total": scratch.sum(1)})

@@ -183,13 +183,20 @@ class Job:
     def check_values(self) -> None:
         function, inputs = self.call.function, self.inputs
         if not math.isfinite(self.scale):
-            raise ValueError(f"{function}: logit_scale must be finite, got {self.scale}. Clamp it, as CLIP does at 100.")
+            raise ValueError(
+                f"{function}: logit_scale (1 / temperature) must be finite, got {self.scale}. Clamp it, as CLIP does "
+                "at 100; a temperature must be positive."
+            )
         if not math.isfinite(self.bias):
             raise ValueError(f"{function}: logit_bias must be finite, got {self.bias}.")
         if inputs.weight is not None:
-            low, total = inputs.weight.min().item(), inputs.weight.sum(dtype=torch.float64).item()
-            if not low >= 0:
-                raise ValueError(f"{function}: weight must not be negative, got {low}. Use 0 to leave a row out.")
+            low, high = (bound.item() for bound in inputs.weight.aminmax())
+            if not 0 <= low <= high < math.inf:
+                raise ValueError(
+                    f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row "
+                    "out."
+                )
+            total = inputs.weight.sum(dtype=torch.float64).item()
             if not 0 < total < math.inf:
                 raise ValueError(f"{function}: weight must have a positive, finite sum, got {total}.")
         if inputs.positives is not None:
@@ -199,11 +206,13 @@ class Job:
                 raise ValueError(f"{function}: positives must be rows of key, 0 to {last}, got {low} to {high}.")
         if self.call.normalize is None and function not in _SEEN:
             _SEEN.add(function)
-            low, high = (bound.item() for bound in _lengths(inputs.first, self.compute).aminmax())
+            lengths = [_lengths(block.features, self.compute) for block, _ in self.features()]
+            low, high = (bound.item() for bound in torch.cat(lengths).aminmax())
             if max(abs(low - 1), abs(high - 1)) > 0.01:
                 warnings.warn(
-                    f"{function}: the rows of the first batch are not of unit length, but from {low:.4g} to {high:.4g}. "
-                    "Pass normalize=True for cosine similarity, or normalize=False if dot products are meant.",
+                    f"{function}: the rows of the first batch are not of unit length, but from {low:.4g} to "
+                    f"{high:.4g}. Pass normalize=True for cosine similarity, or normalize=False if dot products are "
+                    "meant.",
                     stacklevel=2,
                 )
 

@@ -1,0 +1,31 @@
+"""The command line of the benchmarks."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import demo, loss
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m megabatch.bench", description="Measure megabatch on this machine.")
+    commands = parser.add_subparsers(title="commands", metavar="")
+    for name, command, summary in (
+        ("loss", loss, "time and memory of every loss against its peers"),
+        ("demo", demo, "dense against megabatch at growing batch sizes, under a memory limit"),
+    ):
+        subparser = commands.add_parser(
+            name, help=summary, description=command.DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.main)
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    code: int = options.run(options)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

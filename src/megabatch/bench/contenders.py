@@ -1,0 +1,171 @@
+"""Who is measured: megabatch, its dense twin, what people write today, other packages, and the bare matrix products."""
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megabatch
+from megabatch import reference
+
+from . import rivals
+from .cases import LOSSES, Case, Inputs
+from .rivals import LossFunction
+
+# Forward and backward; leaves the gradients in the inputs and returns the loss, or None where there is none.
+Step = Callable[[Inputs], Tensor | None]
+
+
+class NotInstalled(Exception):
+    """The contender is a package that is not here."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that computes losses.
+
+    Attributes:
+        make: The step for a case. Raises NotInstalled.
+        losses: Those it can do.
+        matrices: How many matrices of logits it holds at its peak, about: to tell whether it would fit.
+        ours: Its result is held against the dense loss's own precision; another's need only be the same loss.
+        normalizes: Does so whether asked or not, so its gradients are those of features that are normalised inside.
+        compiles: Compiled anew for every size, so only a step of the same size warms it up.
+        bare: Computes no loss, so there is nothing to check, and holds what it is given, so there is nothing to weigh.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Case], Step]
+    losses: tuple[str, ...] = tuple(LOSSES)
+    matrices: float = 0.0
+    ours: bool = False
+    normalizes: bool = False
+    compiles: bool = False
+    bare: bool = False
+
+
+def step_of(function: LossFunction) -> Step:
+    def step(inputs: Inputs) -> Tensor:
+        loss = function(*inputs.arguments)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return step
+
+
+def ours(case: Case) -> Step:
+    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False))
+
+
+def ours_kept(case: Case) -> Step:
+    # The logits, and some room to work in.
+    budget = case.memory_budget or case.matrix_bytes + 256 * 2**20
+    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, memory_budget=budget))
+
+
+def dense(case: Case, normalize: bool = False) -> Step:
+    return step_of(partial(getattr(reference, case.kind.function), normalize=normalize))
+
+
+def compiled(case: Case) -> Step:
+    # The compiler's own use of what torch deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    return step_of(torch.compile(rivals.ONCE[case.loss], fullgraph=True, dynamic=False))
+
+
+def chunked(case: Case) -> Step:
+    return step_of(rivals.CHUNKED[case.loss])
+
+
+def open_clip_formula(case: Case) -> Step:
+    return step_of(rivals.OPEN_CLIP_FORMULA[case.loss])
+
+
+def open_clip(case: Case) -> Step:
+    module = _package("open_clip")
+    return step_of(module.ClipLoss() if case.loss == "clip" else module.SigLipLoss())
+
+
+def lightly(case: Case) -> Step:
+    loss = _package("lightly.loss").NTXentLoss(temperature=1 / case.kind.scale)
+    return step_of(lambda view1, view2, scale: loss(view1, view2))
+
+
+def metric_learning(case: Case) -> Step:
+    losses = _package("pytorch_metric_learning.losses")
+    if case.loss == "supcon":
+        supcon = losses.SupConLoss(temperature=1 / case.kind.scale)
+        return step_of(lambda features, labels, scale: supcon(features, labels))
+    nt_xent = losses.NTXentLoss(temperature=1 / case.kind.scale)
+    pair = torch.arange(case.rows).repeat(2)
+    return step_of(lambda view1, view2, scale: nt_xent(torch.cat([view1, view2]), pair))
+
+
+def products(case: Case) -> Step:
+    """The matrix products that a step needs, of the full shape, into outputs made beforehand, and nothing else."""
+    rows, columns = (torch.randn(case.side, case.width).to(case.torch_dtype) for _ in range(2))
+    logits = torch.empty(case.side, case.side, dtype=rows.dtype)
+    row_gradient, column_gradient = torch.empty_like(rows), torch.empty_like(columns)
+
+    def step(inputs: Inputs) -> None:
+        for _ in range(case.kind.formed):
+            torch.mm(rows, columns.T, out=logits)
+        torch.mm(logits, columns, out=row_gradient)
+        if not case.kind.joined:
+            torch.mm(logits.T, rows, out=column_gradient)
+
+    return step
+
+
+def _package(name: str) -> Any:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise NotInstalled
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        _declare_torchvision_operators()
+        return importlib.import_module(name)
+
+
+_TORCHVISION: list[torch.library.Library] = []
+
+
+def _declare_torchvision_operators() -> None:
+    """Lets torchvision be imported where its compiled operators do not load; no loss calls them."""
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _TORCHVISION.append(library)  # they go when it goes
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("megabatch", "megabatch", ours, ours=True),
+        Contender("kept", "megabatch, logits kept", ours_kept, ("clip",), matrices=1, ours=True),
+        Contender("dense", "dense twin (megabatch.reference)", dense, matrices=10),
+        Contender("compiled", "torch.compile, logits formed once", compiled, matrices=4, compiles=True),
+        Contender("chunked", f"checkpoint, chunks of {rivals.CHUNK} rows", chunked),
+        Contender("formula", "open_clip's formula", open_clip_formula, ("clip", "siglip"), matrices=6),
+        Contender("open_clip", "open_clip", open_clip, ("clip", "siglip"), matrices=6),
+        Contender("lightly", "lightly", lightly, ("nt_xent",), matrices=6, normalizes=True),
+        Contender(
+            "metric_learning",
+            "pytorch-metric-learning",
+            metric_learning,
+            ("nt_xent", "supcon"),
+            matrices=30,
+            normalizes=True,
+        ),
+        Contender("products", "plain products, the limit", products, matrices=1, bare=True),
+    )
+}

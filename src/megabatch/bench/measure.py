@@ -1,0 +1,86 @@
+"""The instruments: a clock that lets contenders take turns, and a meter of peak memory."""
+
+import contextlib
+import ctypes
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+
+
+def take_turns(steps: Mapping[str, Callable[[], object]], repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of every run of every step. One run each is thrown away; then all run once per round, in turns.
+
+    There are at least `repeats` rounds, and more until `seconds` have passed: small steps need them.
+    """
+    for step in steps.values():
+        step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    begin = time.perf_counter()
+    gc.collect()
+    gc.disable()
+    try:
+        while (rounds := min(map(len, taken.values()), default=repeats)) < repeats or (
+            taken and time.perf_counter() - begin < seconds and rounds < 1000
+        ):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                taken[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return taken
+
+
+class PeakMemory:
+    """The most that this process held inside the `with` beyond what it held before, in `bytes`.
+
+    Resident memory, so whatever was allocated and never touched does not count. Freed memory is handed back first, that
+    it may not be used again unseen.
+    """
+
+    bytes: int
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = _status("VmHWM") - self._before
+
+
+def _status(field: str) -> int:
+    """A line of /proc/self/status in bytes; where there is none, the peak since the process began stands for all."""
+    if STATUS.exists():
+        return status_bytes(STATUS.read_text(), field)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def status_bytes(text: str, field: str) -> int:
+    """The value of a `field: 123 kB` line, the form of /proc/self/status and /proc/meminfo."""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise KeyError(field)
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    return status_bytes(meminfo.read_text(), "MemAvailable") if meminfo.exists() else None
+
+
+def private_bytes() -> int:
+    """Writable memory of this process alone, touched or not: what RLIMIT_DATA limits."""
+    return _status("VmData")

@@ -1,0 +1,58 @@
+"""What is printed: the machine, and a table."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str | int]:
+    return {"cpu": _cpu(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def describe(machine: dict[str, str | int]) -> str:
+    return "{cpu}, {cores} cores\ntorch {torch}, {threads} threads".format(**machine)
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """First column and last to the left, the numbers between them to the right."""
+    return "\n".join(line(row, widths(head, body)) for row in (head, *body))
+
+
+def widths(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(head, *body, strict=True)]
+
+
+def line(row: Sequence[str], widths: Sequence[int]) -> str:
+    last = len(row) - 1
+    cells = [
+        cell.ljust(width) if index in (0, last) else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms"
+
+
+def mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.1f}"
+
+
+def ratio(value: float | None, base: float | None) -> str:
+    return "-" if value is None or base is None else f"{value / base:.2f}"

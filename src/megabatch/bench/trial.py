@@ -1,0 +1,163 @@
+"""What one contender goes through in one case: is it there, would it fit, is it right, what memory does it need.
+
+And what all go through together: the clock. Each runs in a process of its own.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import contenders, measure, processes
+from .cases import Case, Inputs
+from .contenders import CONTENDERS, Contender, NotInstalled, Step
+
+SMALL = 300
+# Rounding that says nothing, relative to the largest element.
+SLACK = {"float64": 4e-15, "float32": 2e-6, "bfloat16": 2e-3, "float16": 2.5e-4}
+# What computes the same loss, though perhaps from half-precision logits, comes this near.
+SAME_LOSS = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
+# Float64 matrices of logits that the check at full size holds at its peak, about.
+CHECK_MATRICES = 12
+
+
+@dataclass
+class Row:
+    """What is known of one contender in one case. `status`: ok, wrong, not installed, would not fit, failed."""
+
+    name: str
+    title: str
+    status: str = "ok"
+    note: str = ""
+    peak_bytes: int | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float | None:
+        return min(self.seconds, default=None)
+
+
+def contest(case: Case, names: list[str], repeats: int, seconds: float) -> list[Row]:
+    """Every contender on its own first; then those that are right, by turns. Ours must be right for any to run."""
+    rows = [_enter(case, CONTENDERS[name]) for name in names if case.loss in CONTENDERS[name].losses]
+    if any(CONTENDERS[row.name].ours and row.status == "wrong" for row in rows):
+        return rows
+    runners = [row for row in rows if row.status == "ok"]
+    try:
+        taken = processes.run(race, case, [row.name for row in runners], repeats, seconds)
+    except processes.Failed as failure:
+        for row in runners:
+            row.status, row.note = "failed", str(failure)
+    else:
+        for row in runners:
+            row.seconds = taken[row.name]
+    return rows
+
+
+def _enter(case: Case, contender: Contender) -> Row:
+    row = Row(contender.name, contender.title)
+    needed = contender.matrices * case.matrix_bytes
+    if not _would_fit(needed):
+        row.status, row.note = "would not fit", f"needs about {needed / 2**30:.1f} GiB"
+        return row
+    try:
+        return processes.run(examine, case, row)
+    except processes.Failed as failure:
+        row.status, row.note = "failed", str(failure)
+        return row
+
+
+def race(case: Case, names: list[str], repeats: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of every run of every contender, which take turns."""
+    inputs = case.inputs()
+    steps = {name: partial(_afresh, CONTENDERS[name].make(case), inputs) for name in names}
+    return measure.take_turns(steps, repeats, seconds)
+
+
+def examine(case: Case, row: Row) -> Row:
+    """Fills in whether the contender is right and what memory it takes. The small step before warms it up."""
+    contender, small = CONTENDERS[row.name], case.with_rows(min(case.rows, SMALL))
+    try:
+        contender.make(small)
+    except NotInstalled:
+        row.status = "not installed"
+        return row
+    if contender.bare:
+        contender.make(small)(small.inputs())
+        return row
+    wrong = fault(contender, small)
+    if not wrong:
+        step, inputs = contender.make(case), case.inputs()
+        if contender.compiles:
+            _afresh(step, inputs)
+        inputs.clear()
+        row.peak_bytes = peak_of(step, inputs)
+        del step, inputs
+        if contender.ours and case.rows > SMALL and _would_fit(CHECK_MATRICES * 8 * case.side**2):
+            wrong = fault(contender, case)
+    if wrong:
+        row.status, row.note, row.peak_bytes = "wrong", wrong, None
+    return row
+
+
+def peak_of(step: Step, inputs: Inputs) -> int:
+    """Peak memory of one step beyond the inputs and their gradients."""
+    with measure.PeakMemory() as memory:
+        step(inputs)
+    return max(memory.bytes - sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None), 0)
+
+
+def fault(contender: Contender, case: Case) -> str:
+    """What is wrong with the contender's result in this case, or ""."""
+    given = case.inputs()
+    truth = _results(contenders.dense(case, contender.normalizes), given.to(torch.float64))
+    got = _results(contender.make(case), given)
+    if contender.ours:
+        # Never worse than the dense loss in the same dtype, but for a slack.
+        peer = _results(contenders.dense(case), case.inputs())
+        allowed = {name: _distance(peer[name], exact) + _slack(case, exact) for name, exact in truth.items()}
+    else:
+        # To some the scale is a constant; in half precision its gradient is a difference of large numbers.
+        truth = {name: exact for name, exact in truth.items() if exact.dim() or name == "loss"}
+        allowed = {name: SAME_LOSS[case.dtype] * _largest(exact) for name, exact in truth.items()}
+    for name, exact in truth.items():
+        error = _distance(got[name], exact)
+        if not error <= allowed[name]:  # NaN is wrong too
+            return f"at N={case.rows} the {name} is off by {error:.1e}, allowed {allowed[name]:.1e}"
+    return ""
+
+
+def _results(step: Step, inputs: Inputs) -> dict[str, Tensor]:
+    """The loss and every gradient there is, in float64."""
+    named = {"loss": step(inputs)}
+    for index, features in enumerate(inputs.features, start=1):
+        named[f"gradient of features {index}"] = features.grad
+    named["gradient of the scale"] = inputs.scale.grad
+    named["gradient of the bias"] = None if inputs.bias is None else inputs.bias.grad
+    return {name: value.double() for name, value in named.items() if value is not None}
+
+
+def _slack(case: Case, exact: Tensor) -> float:
+    if exact.dim() == 0:
+        # Scalars are float32 at least, and sums: it is their terms that are rounded.
+        return SLACK["float64" if case.dtype == "float64" else "float32"] * max(_largest(exact), 1.0)
+    return SLACK[case.dtype] * _largest(exact)
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return _largest(a - b)
+
+
+def _would_fit(needed: float) -> bool:
+    available = measure.available_bytes()
+    return available is None or needed <= 0.9 * available
+
+
+def _afresh(step: Step, inputs: Inputs) -> None:
+    inputs.clear()
+    step(inputs)

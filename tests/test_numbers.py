@@ -1,0 +1,226 @@
+"""Results are never worse than the dense loss's own, and finite wherever the logits are."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import megabatch
+from megabatch import reference
+
+from .test_losses import LOSSES, gradients, make_inputs
+
+# What our error may exceed the dense loss's own by: about two roundings of the natural size of the result.
+SLACK = {torch.float64: 1e-15, torch.float32: 2e-7, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+GAPS = (80, 96, 100, 103, 200)
+
+
+def run(library: object, loss: str, inputs: dict[str, Tensor], upstream: float, **options: object) -> dict[str, Tensor]:
+    inputs = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+    value = getattr(library, loss)(**inputs, normalize=False, **options)
+    return {"loss": value.detach(), **gradients(value, inputs, upstream)}
+
+
+def assert_no_worse_than_dense(loss: str, inputs: dict[str, Tensor], upstream: float = 1.0, **options: object) -> None:
+    """Our error against float64 may exceed the dense loss's own error, in this dtype, by a small slack only."""
+    (dtype,) = {x.dtype for name, x in inputs.items() if x.dim() == 2}
+    exact_inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    exact = run(reference, loss, exact_inputs, upstream)
+    dense = run(reference, loss, inputs, upstream)
+    ours = run(megabatch, loss, inputs, upstream, **options)
+    num_rows = max(len(x) for x in inputs.values() if x.dim() == 2)
+    for name, truth in exact.items():
+        # Slopes are of size 1 / rows at most; a feature gradient has the scale on top; half results are rounded once.
+        natural = inputs["logit_scale"].item() / num_rows if truth.dim() == 2 else 1.0
+        slack = SLACK[torch.float64 if dtype == torch.float64 else torch.float32]
+        rounding = SLACK[dtype] * truth.abs().max() if truth.dim() == 2 else 5 * slack * truth.abs().max()
+        peer, error = ((got[name].double() - truth).abs().max() for got in (dense, ours))
+        # A rounding of the largest logit moves every probability by that share, and each side has its own.
+        conditioning = torch.finfo(torch.float32).eps * inputs["logit_scale"].item() * truth.abs().max()
+        allowed = peer + slack * natural + rounding + (0 if dtype == torch.float64 else conditioning)
+        assert error <= allowed, f"{name}: error {error:.2e}, dense {peer:.2e}, allowed {allowed:.2e}"
+
+
+def fitted(loss: str, num_rows: int, width: int, closeness: float) -> dict[str, Tensor]:
+    """A batch whose positives coincide and whose negatives lie `closeness` logits below, at scale 100."""
+    inputs = make_inputs(loss, num_rows, width, torch.float32)
+    rows = normalize(torch.randn(num_rows, width), dim=1)
+    common = normalize(torch.randn(1, width), dim=1)
+    rows = normalize(rows + common * math.sqrt(max(0.0, 1 / (closeness / 100) - 1)), dim=1)
+    if loss == "supcon_loss":
+        inputs["features"] = rows.repeat_interleave(2, 0)[:num_rows].clone()
+        inputs["labels"] = torch.arange(num_rows) // 2
+    else:
+        sides = [name for name, x in inputs.items() if x.dim() == 2]
+        for name in sides:
+            extra = normalize(torch.randn(len(inputs[name]) - num_rows, width), dim=1)
+            inputs[name] = torch.cat([rows, extra])
+    inputs["logit_scale"] = torch.tensor(100.0)
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", SLACK, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (2, 3), (7, 1), (33, 20), (130, 65), (257, 96)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_worse_than_dense_on_random_batches(loss: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs = make_inputs(loss, *shape, torch.float32)
+    inputs = {name: x.detach().to(dtype) if x.dim() == 2 else x for name, x in inputs.items()}
+    if dtype == torch.float64:
+        inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    assert_no_worse_than_dense(loss, inputs, tile=48)
+
+
+@pytest.mark.parametrize("tile", [None, 32])
+@pytest.mark.parametrize("memory_budget", [None, "16MiB"])
+@pytest.mark.parametrize("closeness", [5.0, 18.0, 60.0, 100.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_worse_than_dense_on_fitted_batches(loss: str, closeness: float, memory_budget: str | None, tile: int) -> None:
+    inputs = fitted(loss, 200, 64, closeness)
+    assert_no_worse_than_dense(loss, inputs, tile=tile, memory_budget=memory_budget)
+
+
+def test_fitted_losses_are_never_negative() -> None:
+    for loss in ("clip_loss", "info_nce_loss", "nt_xent_loss"):
+        value = getattr(megabatch, loss)(**fitted(loss, 300, 64, 60.0), normalize=False, reduction="none", tile=100)
+        assert value.min() >= -1e-13, loss
+
+
+def finite(loss: str, inputs: dict[str, Tensor], **options: object) -> dict[str, Tensor]:
+    results = run(megabatch, loss, inputs, 1.0, **options)
+    for name, value in results.items():
+        assert value.isfinite().all(), f"{loss}: {name} is not finite"
+    return results
+
+
+def assert_close_to_exact(loss: str, inputs: dict[str, Tensor], **options: object) -> None:
+    ours = finite(loss, inputs, **options)
+    exact = run(reference, loss, {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}, 1.0)
+    for name, truth in exact.items():
+        # Logits of 1e4 are rounded to 5e-4 in float32, and every probability with them.
+        logits = (inputs["logit_scale"] * max(x.norm(dim=1).max() ** 2 for x in inputs.values() if x.dim() == 2)).item()
+        natural = inputs["logit_scale"].item() / len(inputs[name]) if truth.dim() == 2 else 1.0
+        tolerance = 2e-7 * max(1.0, logits) * max(truth.abs().max().item(), natural)
+        assert (ours[name].double() - truth).abs().max() <= tolerance, name
+
+
+def with_sides(loss: str, sides: list[Tensor], scale: float) -> dict[str, Tensor]:
+    inputs = make_inputs(loss, len(sides[0]), sides[0].shape[1], torch.float32)
+    names = [name for name, x in inputs.items() if x.dim() == 2]
+    for name, side in zip(names, sides, strict=False):
+        inputs[name] = side
+    inputs["logit_scale"] = torch.tensor(scale)
+    return inputs
+
+
+@pytest.mark.parametrize("tile", [None, 8])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logits_of_ten_thousand_stay_finite(loss: str, sign: int, tile: int | None) -> None:
+    rows = normalize(torch.randn(24, 16), dim=1)
+    # Same rows on both sides: the positives' logits are the largest there are, or the smallest.
+    assert_close_to_exact(loss, with_sides(loss, [rows * sign, rows], 1e4), tile=tile)
+
+
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+@pytest.mark.parametrize("tile", [None, 16])
+@pytest.mark.parametrize("side", ["rows", "columns", "both"])
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("loss", ["clip_loss", "info_nce_loss"])
+def test_rows_and_columns_far_below_their_tile(loss: str, gap: int, side: str, tile: int | None, budget: str) -> None:
+    """One coordinate shifts all logits of a row (or column) by the gap, without touching the rest."""
+    num_rows, width = 48, 18
+    rows, columns = normalize(torch.randn(2, num_rows, width), dim=2).unbind()
+    rows[:, -2:], columns[:, -2:] = 0.0, 0.0
+    rows[:, -1], columns[:, -2] = 1.0, 1.0  # the other side's handle
+    low = torch.arange(num_rows) % 5 == 1
+    if side in ("rows", "both"):
+        rows[low, -2] = -float(gap)
+    if side in ("columns", "both"):
+        columns[low, -1] = -float(gap)
+    inputs = with_sides(loss, [rows, columns], 1.0)
+    assert_close_to_exact(loss, inputs, tile=tile, memory_budget=budget)
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("loss", ["nt_xent_loss", "supcon_loss"])
+def test_rows_far_below_their_tile_of_a_symmetric_plane(loss: str, gap: int) -> None:
+    rows = normalize(torch.randn(40, 16), dim=1) * 0.1
+    rows[::7] = normalize(torch.randn(6, 16), dim=1) * math.sqrt(gap)
+    inputs = with_sides(loss, [rows, rows.roll(1, 0)], 1.0)
+    assert_close_to_exact(loss, inputs, tile=16)
+    assert_close_to_exact(loss, inputs)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_equal_rows(loss: str) -> None:
+    row = normalize(torch.randn(1, 12), dim=1)
+    assert_close_to_exact(loss, with_sides(loss, [row.repeat(20, 1), row.repeat(20, 1)], 100.0), tile=7)
+
+
+@pytest.mark.parametrize("tile", [None, 5])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_poisoned_memory_reaches_no_result(loss: str, tile: int | None, poison: None) -> None:
+    inputs = make_inputs(loss, 23, 9, torch.float32)
+    for reduction in ("mean", "none"):
+        finite(loss, inputs, tile=tile, reduction=reduction)
+        finite(loss, inputs, tile=tile, reduction=reduction, memory_budget="8MiB")
+        finite(loss, {**inputs, "logit_scale": torch.tensor(1e4)}, tile=tile, reduction=reduction)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nan_in_the_features_gives_nan(loss: str) -> None:
+    inputs = {name: x.detach().clone() for name, x in make_inputs(loss, 20, 8, torch.float32).items()}
+    features = next(x for x in inputs.values() if x.dim() == 2)
+    features[3, 2] = torch.nan
+    inputs["labels" if loss == "supcon_loss" else "logit_scale"] = (
+        torch.zeros(20, dtype=torch.long) if loss == "supcon_loss" else torch.tensor(3.0)
+    )
+    assert getattr(megabatch, loss)(**inputs, normalize=False, tile=6).isnan()
+
+
+def test_scale_gradient_from_bfloat16_features_has_the_right_sign() -> None:
+    num_rows, width = 2048, 256
+    common = torch.randn(num_rows, width)
+    image, text = (normalize(common + 1.6 * torch.randn(num_rows, width), dim=1).bfloat16() for _ in range(2))
+    scale = torch.tensor(100.0, requires_grad=True)
+    (ours,) = torch.autograd.grad(megabatch.clip_loss(image, text, scale, normalize=False), scale)
+    exact_scale = scale.detach().double().requires_grad_()
+    logits = exact_scale * image.double() @ text.double().T
+    (exact,) = torch.autograd.grad(
+        reference.clip_loss(image.double(), text.double(), exact_scale, normalize=False), exact_scale
+    )
+    slope = (logits.softmax(1) + logits.softmax(0)) / 2 - torch.eye(num_rows)
+    size = (slope * logits).abs().sum() / num_rows / 100
+    assert ours.sign() == exact.sign()
+    assert (ours - exact).abs() <= 1e-4 * size
+
+
+@pytest.mark.parametrize("frozen", [(), ("image_features",), ("text_features",), ("image_features", "text_features")])
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+def test_scale_gradient_does_not_depend_on_what_is_frozen(loss: str, scale: float, frozen: tuple[str, ...]) -> None:
+    inputs = make_inputs(loss, 30, 8)
+    inputs["logit_scale"] = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    for name in frozen:
+        inputs[name] = inputs[name].detach()
+    ours = gradients(getattr(megabatch, loss)(**inputs, normalize=False, tile=12), inputs)
+    exact = gradients(getattr(reference, loss)(**inputs, normalize=False), inputs)
+    assert ours.keys() == exact.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, exact[name])
+
+
+def test_float16_at_32768_rows() -> None:
+    num_rows, width = 32768, 8
+    image, text = (normalize(torch.randn(num_rows, width), dim=1).half().requires_grad_() for _ in range(2))
+    value = megabatch.clip_loss(image, text, 10.0, normalize=False)
+    value.backward()
+    logits = 10.0 * image.detach().float()[:64] @ text.detach().float().T
+    assert value.dtype == torch.float32
+    assert image.grad.dtype == torch.float16
+    assert image.grad.isfinite().all()
+    # The rows' half of the gradient, densely; the columns' half pulls as strongly, so the sizes must agree.
+    rows_half = 10 * (logits.softmax(1) @ text.detach().float() - text.detach().float()[:64]) / num_rows / 2
+    assert 0.5 < (image.grad[:64].float().norm() / rows_half.norm()).item() / 2 < 2
