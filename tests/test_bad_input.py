@@ -61,7 +61,8 @@ def unit_rows(rows: int = N, width: int = D) -> Tensor:
 
 
 def good(loss: str, rows: int = N, width: int = D) -> dict[str, Any]:
-    """What a loss accepts."""
+    """What a loss accepts, the same at every call."""
+    torch.manual_seed(0)
     arguments: dict[str, Any] = {FIRST[loss]: unit_rows(rows, width), "logit_scale": 5.0, "normalize": False}
     if loss == "supcon_loss":
         return arguments | {"labels": torch.arange(rows) // 2}
@@ -226,10 +227,9 @@ def test_dtype_mismatch_names_both_dtypes(loss: str, first: str, second: str) ->
 @every_pair
 def test_mixed_dtypes_are_accepted_under_autocast(loss: str, first: str, second: str) -> None:
     half = unit_rows().bfloat16()
-    arguments = {first: unit_rows(), second: half}
     with torch.autocast("cpu"):
-        mixed = run(loss, **arguments)
-    torch.testing.assert_close(mixed, run(loss, **arguments | {second: half.float()}))
+        mixed = run(loss, **{second: half})
+    assert mixed == run(loss, **{second: half.float()})
 
 
 # Scale, temperature, bias.
@@ -277,10 +277,7 @@ def test_scale_must_hold_data(loss: str, argument: str) -> None:
 @every_loss
 @pytest.mark.parametrize("value", [5, torch.tensor(5), torch.tensor([5.0]), torch.tensor(5.0).bfloat16()], ids=repr)
 def test_scale_may_be_any_real_scalar(loss: str, value: Any) -> None:
-    torch.manual_seed(0)
-    expected = run(loss)
-    torch.manual_seed(0)
-    assert run(loss, logit_scale=value) == expected
+    assert run(loss, logit_scale=value) == run(loss)
 
 
 @every_loss
@@ -503,11 +500,8 @@ def test_ids_of_negatives_need_negatives() -> None:
 
 def test_no_negatives_may_have_no_ids() -> None:
     """A step that mined none is not a mistake; ids for negatives that are not there are."""
-    torch.manual_seed(0)
-    expected = run("info_nce_loss")
     nothing = {"negatives": torch.randn(0, D), "query_ids": torch.arange(N)}
-    torch.manual_seed(0)
-    assert run("info_nce_loss", **nothing, negative_ids=torch.arange(0)) == expected
+    assert run("info_nce_loss", **nothing, negative_ids=torch.arange(0)) == run("info_nce_loss")
     said = "negative_ids must have one entry for every row of negatives, shape (0,), got (3,)."
     assert_refused("info_nce_loss", ValueError, said, **nothing, negative_ids=torch.arange(3))
 
@@ -749,41 +743,34 @@ def test_another_scale_and_batch_size_compile_nothing_anew(
 ) -> None:
     function = getattr(megabatch, loss)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    for rows, number in [(6, 2.0), (8, 2.5), (10, 3.0), (12, 7.0)]:
+    for rows, number in [(6, 2.0), (8, 2.5), (10, 3.0)]:
         arguments = good(loss, rows) | {"logit_scale": None, argument: number}
         assert compiled(**arguments) == function(**arguments)
     assert backend.frame_count == 2  # once for the first, once for any other
 
 
-@every_loss
+@pytest.mark.parametrize("loss", ["clip_loss", "supcon_loss"])
 @pytest.mark.parametrize(
-    ("option", "values"),
-    [("label_smoothing", [0.1, 0.2, 0.3]), ("tile", [2, 3, 5]), ("memory_budget", [5000, 6000, 7000])],
+    ("option", "values"), [("label_smoothing", (0.1, 0.2)), ("tile", (2, 3)), ("memory_budget", (5000, 6000))]
 )
 def test_another_constant_compiles(
-    loss: str, option: str, values: list[float], backend: CompileCounterWithBackend
+    loss: str, option: str, values: tuple[float, float], backend: CompileCounterWithBackend
 ) -> None:
     """A compiler traces a number that it has seen change as a symbol: this one is compiled for all the same."""
-    if loss == "siglip_loss" and option == "label_smoothing":
-        pytest.skip("has none")
-    function, arguments = getattr(megabatch, loss), good(loss, 6)
+    function, arguments = getattr(megabatch, loss), good(loss)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     for value in values:
         assert compiled(**arguments | {option: value}) == function(**arguments | {option: value})
 
 
-@every_loss
-def test_compiled_it_still_looks_at_the_data(loss: str, backend: CompileCounterWithBackend) -> None:
-    function = getattr(megabatch, loss)
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    with pytest.raises(ValueError, match=f"{loss}: weight must be finite and not negative, got -1.0 to -1.0"):
-        compiled(**good(loss), weight=-torch.ones(N))
+def test_compiled_it_still_looks_at_the_data(backend: CompileCounterWithBackend) -> None:
+    compiled = torch.compile(megabatch.clip_loss, fullgraph=True, backend=backend)
+    with pytest.raises(ValueError, match=r"clip_loss: weight must be finite and not negative, got -1\.0 to -1\.0"):
+        compiled(**good("clip_loss"), weight=-torch.ones(N))
 
 
-@every_loss
-def test_compiled_it_does_not_warn_of_a_scale(loss: str, backend: CompileCounterWithBackend) -> None:
+def test_compiled_it_does_not_warn_of_a_scale(backend: CompileCounterWithBackend) -> None:
     """A warning would end the graph; whoever compiles has run the loss as it is before."""
-    function = getattr(megabatch, loss)
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    compiled = torch.compile(megabatch.clip_loss, fullgraph=True, backend=backend)
     for scale in 5.0, 0.07:
-        assert compiled(**good(loss) | {"logit_scale": scale}).isfinite()
+        assert compiled(**good("clip_loss") | {"logit_scale": scale}).isfinite()

@@ -73,12 +73,12 @@ def test_no_worse_than_dense_on_random_batches(loss: str, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("tile", [None, 32])
-@pytest.mark.parametrize("memory_budget", [None, "16MiB"])
+@pytest.mark.parametrize("budget", [None, "16MiB"])
 @pytest.mark.parametrize("closeness", [5.0, 18.0, 60.0, 100.0])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_worse_than_dense_on_fitted_batches(loss: str, closeness: float, memory_budget: str | None, tile: int) -> None:
+def test_no_worse_than_dense_on_fitted_batches(loss: str, closeness: float, budget: str | None, tile: int) -> None:
     inputs = fitted(loss, 200, 64, closeness)
-    assert_no_worse_than_dense(loss, inputs, tile=tile, memory_budget=memory_budget)
+    assert_no_worse_than_dense(loss, inputs, tile=tile, memory_budget=budget)
 
 
 def test_fitted_losses_are_never_negative() -> None:

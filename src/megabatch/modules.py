@@ -38,7 +38,7 @@ class _ContrastiveLoss(nn.Module):
             raise ValueError(f"{name}: the scale must be positive and finite, got {init_logit_scale}.")
         if max_logit_scale is not None and not max_logit_scale > 0:
             raise ValueError(f"{name}: max_logit_scale must be positive, got {max_logit_scale}.")
-        if learnable and None not in (init_logit_scale, max_logit_scale) and init_logit_scale > max_logit_scale:
+        if learnable and (init_logit_scale or 0) > (max_logit_scale or math.inf):
             raise ValueError(
                 f"{name}: the scale must start at or below max_logit_scale, got {init_logit_scale} and {max_logit_scale}."
             )
@@ -88,14 +88,15 @@ class _ContrastiveLoss(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, _ in self.named_parameters():
             saved = state_dict.get(prefix + name)
             if isinstance(saved, Tensor) and saved.dim() == 0:  # as open_clip and transformers save it
                 state_dict[prefix + name] = saved[None]
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _parameter(value: float, learnable: bool) -> nn.Parameter:

@@ -84,7 +84,7 @@ def retrieval_ranks(
     ranks = torch.empty(len(query), dtype=torch.int64, device=query.device)
     for strip in scores.strips():
         bar = scores.of_positives(strip, strip[0].rows.of(positives))
-        above = sum(scores.count_above(scores.of(tile), bar) for tile in strip)
+        above = torch.stack([scores.count_above(scores.of(crossing), bar) for crossing in strip]).sum(0)
         strip[0].rows.of(ranks).copy_(torch.where(bar.isnan(), len(key), above))
     return ranks
 
@@ -128,13 +128,13 @@ def similarity_topk(
     indices = torch.zeros((len(query), k), dtype=torch.int64, device=query.device)
     for strip in scores.strips():
         best, where = strip[0].rows.of(values), strip[0].rows.of(indices)
-        for tile in strip:
-            candidates = scores.of(tile)
+        for crossing in strip:
+            candidates = scores.of(crossing)
             # Few rows of a late tile still hold one of their query's best. NaN counts as best, as in torch.topk.
             behind = (~(candidates.amax(1) <= best[:, -1])).nonzero()[:, 0]
             found, column = candidates[behind].topk(min(k, candidates.shape[1]))
             best[behind], place = torch.cat([best[behind], found], 1).topk(k)
-            where[behind] = torch.cat([where[behind], column + tile.columns.start], 1).gather(1, place)
+            where[behind] = torch.cat([where[behind], column + crossing.columns.start], 1).gather(1, place)
     return values, indices
 
 
@@ -172,7 +172,7 @@ class _Scores:
 
     def _padded_strips(self, features: Tensor, side: int, normalize: bool) -> list[Block]:
         strips = []
-        for start, part in zip(range(0, len(features), side), features.split(side), strict=True):
+        for start, part in zip(range(0, len(features), side), torch.split(features, side), strict=True):
             strip = Block(torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part, start)
             if normalize:
                 strip.inverse_norm = inverse_lengths(strip.features, self.compute)

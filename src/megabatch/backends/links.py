@@ -112,6 +112,7 @@ class Softmax(_Link):
         at_targets = self._at_targets(tile, logits)
         pieces = {side: self._piece(logits, tile, same, side, scratch) for side in sides}
         logits.exp_()
+        at_targets = self._as_summed(tile, at_targets, logits)
         for side in sides:
             self._complete(pieces[side], tile, side, at_targets, logits, logits.new_full((1,), shift))
         if not all(_sound(piece["total"]) for piece in pieces.values()):
@@ -124,7 +125,7 @@ class Softmax(_Link):
                 at_targets = self._at_targets(tile, own)
                 pieces[side] = self._piece(own, tile, same, side, scratch=torch.empty_like(own))
                 own.exp_()
-                self._complete(pieces[side], tile, side, at_targets, own, peaks.view(-1))
+                self._complete(pieces[side], tile, side, self._as_summed(tile, at_targets, own), own, peaks.view(-1))
         for side in sides:
             getattr(tile, side).state.merge(pieces[side] | extra[side])
         return shift
@@ -141,20 +142,27 @@ class Softmax(_Link):
             piece["everything"] = kept.sum(AXIS[side]).double()
         return piece
 
+    def _as_summed(self, tile: Tile, at_targets: Tensor, exponentials: Tensor) -> Tensor:
+        """The targets' logits with the rounding that their exponentials have in a total.
+
+        A row's loss is log(total / exponential of its target): from the same numbers it is 0 where nothing else adds to
+        the total, and never below.
+        """
+        powers = self._at_targets(tile, exponentials)
+        return torch.where(powers >= SMALLEST_TOTAL, powers.log(), at_targets)
+
     def _complete(
         self, piece: dict[str, Tensor], tile: Tile, side: str, at_targets: Tensor, exponentials: Tensor, shift: Tensor
     ) -> None:
         """Add the exponentials to a piece, and the shift to the sums of what was shifted."""
-        # The loss of a fitted row is log(total / exponential of its target): taken from the same numbers, it is 0 where
-        # nothing else adds to the total, and never below.
-        powers = self._at_targets(tile, exponentials)
-        self._add_targets(tile, side, piece, torch.where(powers >= SMALLEST_TOTAL, powers.log(), at_targets))
+        self._add_targets(tile, side, piece, at_targets)
         piece["total"] = exponentials.sum(AXIS[side])
-        piece["shift"] = shift.double().expand(len(piece["total"]))
-        finite = shift.double().masked_fill(shift == -math.inf, 0.0)
-        piece["positive"] += finite * piece["count"]
+        shift = shift.double()
+        piece["shift"] = shift.expand(len(piece["total"]))
+        finite = shift.clamp_min(torch.finfo(torch.float64).min)  # where nothing counts, counts are 0 and so is this
+        piece["positive"].addcmul_(finite, piece["count"])
         if self.spec.smoothing:
-            piece["everything"] += finite * piece["valid"]
+            piece["everything"].addcmul_(finite, piece["valid"])
 
     def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
         """Turn S (or, with a shift, exp(S - shift)) into G = pull * (p - aim), of the rows and of the columns."""
@@ -208,7 +216,7 @@ class Sigmoid(_Link):
             piece |= self._positives(tile, logits, same, "rows", scratch)
             self._add_targets(tile, "rows", piece, self._at_targets(tile, logits))
         self._negate_positives(tile, logits, same)
-        torch._C._nn.softplus(logits, 1, 40, out=scratch)
+        torch.ops.aten.softplus.out(logits, 1, 40, out=scratch)
         rows.merge(piece | {"total": scratch.sum(1)})
         return math.nan
 
@@ -255,7 +263,7 @@ def _outer(vectors: list[Tensor], scratch: Tensor) -> Tensor:
 
 def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor) -> None:
     """pull * p with a shift for every row and one for every column: two exponentials per logit, for any spread."""
-    slopes = []
+    slopes: list[Tensor] = []
     for block, shape in zip(blocks, [(-1, 1), (1, -1)], strict=False):
         shift = block.log_sum_exp.round()  # whole, for the reason given in `_shift`
         factor = block.pull * (shift - block.log_sum_exp).exp()

@@ -11,9 +11,22 @@ class Ring:
     """The ranks of one process group, in rank order. With no group: this process alone, a ring of length one."""
 
     def __init__(self, group_name: str = "") -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+        self.group: dist.ProcessGroup | None = None
+        if group_name:
+            self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
         self.size = dist.get_world_size(self.group) if self.group is not None else 1
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
+
+    def agree(self, function: str, **header: int) -> None:
+        """Make sure that all ranks bring the same numbers, before tensors move whose sizes follow from them."""
+        if self.group is None:
+            return
+        mine = torch.tensor(list(header.values()), dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyones, mine, group=self.group)
+        for name, *values in zip(header, *(numbers.tolist() for numbers in everyones), strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(f"{function}: every rank of the group must bring the same {name}, got {values}.")
 
     def turn(self, read: list[Tensor], summed: list[Tensor]) -> Iterator[tuple[int, list[Tensor], list[Tensor]]]:
         """Yield (owner, its read, its summed) of every rank, the own first. What is added to `summed` comes home.

@@ -1,6 +1,6 @@
 """Block and Tile: rows of one side of the plane with all that belongs to them, and where two blocks cross."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -9,9 +9,12 @@ from torch import Tensor
 from .state import State
 
 
+_NOTHING = torch.empty(0)
+
+
 @dataclass
 class Block:
-    """Rows of one side. Every tensor has one entry per row; the fields below `state` exist in the backward walk only.
+    """Rows of one side. Every tensor has one entry per row; `log_sum_exp`, `pull` and `grad` come with the gradients.
 
     Attributes:
         features: `[n, D]`, as the caller gave them.
@@ -32,9 +35,9 @@ class Block:
     target: Tensor | None = None
     targets_within: tuple[int, int] | None = None
     inverse_norm: Tensor | None = None
-    state: State | None = None
-    log_sum_exp: Tensor | None = None
-    pull: Tensor | None = None
+    state: State = field(default_factory=State.of_nothing)
+    log_sum_exp: Tensor = _NOTHING
+    pull: Tensor = _NOTHING
     grad: Tensor | None = None
 
     def __len__(self) -> int:
@@ -42,15 +45,17 @@ class Block:
 
     def cut(self, start: int, stop: int) -> "Block":
         """Rows start to stop, as views."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         within = self.targets_within
         if within is not None and within[1] - within[0] == len(self):  # consecutive targets stay so when cut
             within = (within[0] + start, within[0] + stop)
-        views = {name: value[start:stop] for name, value in values.items() if isinstance(value, Tensor)}
-        state = None if self.state is None else self.state.cut(start, stop)
-        return replace(self, **views, start=self.start + start, targets_within=within, state=state)
+        values = ((member.name, getattr(self, member.name)) for member in fields(self))
+        views = {name: value[start:stop] for name, value in values if isinstance(value, Tensor)}
+        state = self.state.cut(start, stop)
+        return replace(self, start=self.start + start, targets_within=within, state=state, **views)
 
     def strips(self, height: int) -> list["Block"]:
+        if height >= len(self):
+            return [self]
         return [self.cut(start, min(start + height, len(self))) for start in range(0, len(self), height)]
 
     def of(self, values: Tensor) -> Tensor:
@@ -60,7 +65,6 @@ class Block:
     @cached_property
     def log_sum_exp_range(self) -> tuple[float, float]:
         """Smallest and largest, looked up once per strip: it decides which form of the slope is safe."""
-        assert self.log_sum_exp is not None
         low, high = self.log_sum_exp.aminmax()
         return low.item(), high.item()
 

@@ -16,6 +16,7 @@ class Spec:
         same: What pairs of equal ids are, beside the target: "ignore" (negatives), "mask" or "positive".
         symmetric: Both sides of the plane are the same rows, so its upper triangle is enough, and no row meets itself.
         smoothing: Label smoothing.
+        targets: Every row has a positive of its own, whatever its id.
     """
 
     link: str
@@ -23,6 +24,7 @@ class Spec:
     same: str = "ignore"
     symmetric: bool = False
     smoothing: float = 0.0
+    targets: bool = True
 
     @property
     def directions(self) -> int:
@@ -46,4 +48,4 @@ def nt_xent(same: str, smoothing: float) -> Spec:
 
 
 def supcon(smoothing: float) -> Spec:
-    return Spec("softmax", same="positive", symmetric=True, smoothing=smoothing)
+    return Spec("softmax", same="positive", symmetric=True, smoothing=smoothing, targets=False)

@@ -38,17 +38,22 @@ class State:
     def __init__(self, names: tuple[str, ...], table: Tensor) -> None:
         self.names = names
         self.table = table
+        self._fields = dict(zip(names, table.unbind(), strict=True))
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
         start = torch.tensor([NEUTRAL.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
         return cls(names, start[:, None].repeat(1, num_rows))
 
+    @classmethod
+    def of_nothing(cls) -> "State":
+        return cls((), torch.empty(0, 0))
+
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.table[self.names.index(name)]
+        return self._fields[name]
 
     def cut(self, start: int, stop: int) -> "State":
         return State(self.names, self.table[:, start:stop])
@@ -74,9 +79,9 @@ class State:
         total.mul_((shift - anchor).exp_()).add_(piece["total"] * (piece["shift"] - anchor).exp_())
         shift.copy_(peak)
 
-    def log_sum_exp(self) -> Tensor:
+    def log_sum_exp(self, spec: Spec) -> Tensor:
         """Of every row's logits; 0 for a row that has met none."""
-        return torch.where(self["total"] == 0, 0.0, self["shift"] + self["total"].log())
+        return self._unless_lonely(spec, "total", self["shift"] + self["total"].log())
 
     def losses(self, spec: Spec) -> Tensor:
         """The loss of every row, unweighted; 0 for a row that has no positive."""
@@ -88,4 +93,15 @@ class State:
         if spec.smoothing:
             aim = (1 - spec.smoothing) * positive + spec.smoothing * self["everything"] / self["valid"]
         # shift and positive come from one tile and are close: their difference first, so that nothing cancels late.
-        return torch.where(count == 0, 0.0, (self["shift"] - aim) + self["total"].log())
+        return self._unless_lonely(spec, "count", (self["shift"] - aim) + self["total"].log())
+
+    def mean_positive(self, spec: Spec) -> Tensor:
+        """Logit of every row's positives; 0 for a row that has none."""
+        return self._unless_lonely(spec, "count", self["positive"] / self["count"])
+
+    def weights(self, spec: Spec, weight: Tensor) -> Tensor:
+        """`weight`, but 0 for a row that has no positive and so no loss."""
+        return self._unless_lonely(spec, "count", weight)
+
+    def _unless_lonely(self, spec: Spec, name: str, values: Tensor) -> Tensor:
+        return values if spec.targets else torch.where(self[name] == 0, 0.0, values)

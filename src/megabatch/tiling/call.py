@@ -1,7 +1,7 @@
 """Call: everything about a call that is not a tensor, in one object that fits through an operator's signature."""
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Call:
 
     function: str
     spec: Spec
-    needs: Needs = Needs()
+    needs: Needs
     reduction: str = "mean"
     stats: bool = False
     normalize: bool | None = None
@@ -68,7 +68,7 @@ class Call:
         return repr(
             (
                 self.function,
-                (spec.link, spec.columns, spec.same, spec.symmetric, spec.smoothing),
+                (spec.link, spec.columns, spec.same, spec.symmetric, spec.smoothing, spec.targets),
                 (self.needs.first, self.needs.second, self.needs.extra, self.needs.scale, self.needs.bias),
                 self.reduction,
                 self.stats,
@@ -86,9 +86,6 @@ class Call:
     def decode(code: str) -> "Call":
         function, spec, needs, *rest = ast.literal_eval(code)
         return Call(function, Spec(*spec), Needs(*needs), *rest)
-
-    def without_gradients(self) -> "Call":
-        return replace(self, needs=Needs())
 
     @property
     def product_dtype(self) -> torch.dtype | None:

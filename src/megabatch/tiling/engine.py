@@ -14,6 +14,7 @@ from ..losses.spec import Spec
 from ..losses.state import State, fields
 from .call import Call, Inputs
 from .job import STRIP, Job, attach
+from .walk import strips_of
 
 
 class Outputs(NamedTuple):
@@ -34,6 +35,10 @@ class Outputs(NamedTuple):
     sums: Tensor
     kept: Tensor
 
+    def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A plain one, as operators return it."""
+        return self.value, self.stats, self.rows, self.columns, self.sums, self.kept
+
 
 class Gradients(NamedTuple):
     """One for every differentiable input; None where none is needed."""
@@ -43,6 +48,11 @@ class Gradients(NamedTuple):
     extra: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
+
+    def as_tuple(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Without None, which operators cannot return: empty tensors in its place."""
+        first, second, extra, scale, bias = (like.new_empty(0) if value is None else value for value in self)
+        return first, second, extra, scale, bias
 
 
 NUM_STATS = 7
@@ -96,7 +106,7 @@ def _fold_and_push(job: Job) -> Tensor:
             for tile, slot in zip(group, slots, strict=True):
                 job.backend.fold(tile, slot)
             if job.spec.link == "softmax":
-                group[0].rows.log_sum_exp.copy_(group[0].rows.state.log_sum_exp())
+                group[0].rows.log_sum_exp.copy_(group[0].rows.state.log_sum_exp(job.spec))
             for tile, slot in zip(group, slots, strict=True):
                 job.backend.push(tile, slot, last=True)
     return gradients
@@ -127,7 +137,7 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Te
         if job.spec.link == "softmax":
             attach(side, "state", state)
             attach(side, "log_sum_exp", state["log_sum_exp"])
-            pull = torch.where(state["count"] == 0, 0.0, pull)
+            pull = state.weights(job.spec, pull)
         if job.call.reduction == "none":
             pull = pull * upstream.double()
             largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
@@ -143,9 +153,12 @@ def _finish(job: Job, factor: Tensor, sums: Tensor) -> Gradients:
     scale_sum, bias_sum = job.ring.total(factor * torch.stack([scale_sum, sums[1]]))
     # With a group, trainers average gradients over its ranks.
     coefficient = (factor * job.scale * job.ring.size).to(job.compute)
+    features = [_feature_gradient(job, block, coefficient) if need else None for block, need in job.features()]
+    first, second, extra = features + [None] * (3 - len(features))
     return Gradients(
-        *[_feature_gradient(job, block, coefficient) if need else None for block, need in job.features()],
-        *[None] * (3 - len(job.features())),
+        first,
+        second,
+        extra,
         scale=scale_sum.to(scale, copy=True).view(scale.shape) if job.call.needs.scale else None,
         bias=bias_sum.to(bias, copy=True).view(bias.shape) if bias is not None and job.call.needs.bias else None,
     )
@@ -153,24 +166,27 @@ def _finish(job: Job, factor: Tensor, sums: Tensor) -> Gradients:
 
 def _scale_sum(job: Job) -> Tensor:
     """sum(slope * x.y) = sum(x.A) over either side; a symmetric plane is summed twice over."""
-    parts = [
-        torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64)
-        for block in job.scale_side()
-        for strip in block.strips(STRIP)
-    ]
-    return torch.stack(parts).sum() / (2 if job.spec.symmetric else 1)
+    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    for strip in strips_of(job.scale_side(), STRIP):
+        assert strip.grad is not None
+        total += torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64)
+    return total / 2 if job.spec.symmetric else total
 
 
 def _feature_gradient(job: Job, block: Block, coefficient: Tensor) -> Tensor:
     """coefficient * A, in the features' dtype; in place where A is nobody else's."""
+    assert block.grad is not None
     in_place = job.plan.passes == 2 and block.features.dtype == job.compute
     out = block.grad if in_place else torch.empty_like(block.features, memory_format=torch.contiguous_format)
-    for strip, part in zip(block.strips(STRIP), out.split(STRIP), strict=True):
-        grad = strip.grad
+    if block.inverse_norm is None and out.dtype == job.compute:
+        return torch.mul(block.grad, coefficient, out=out)
+    for strip, part in zip(block.strips(STRIP), torch.split(out, STRIP), strict=True):
+        assert strip.grad is not None
+        grad = strip.grad * coefficient
         if strip.inverse_norm is not None:
             x = _as_multiplied(job, strip)
-            grad = (grad - x * torch.linalg.vecdot(x, grad)[:, None]) * strip.inverse_norm[:, None]
-        part.copy_(grad * coefficient)
+            grad.addcmul_(x, torch.linalg.vecdot(x, grad)[:, None], value=-1).mul_(strip.inverse_norm[:, None])
+        part.copy_(grad)
     return out
 
 
@@ -195,24 +211,21 @@ def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor]:
 
 
 def _weight_sum(job: Job, rows: State) -> Tensor:
-    """Of the rows that have a positive; only SupCon has others."""
-    weight = job.weights(job.rows)
-    return weight.sum() if "count" not in rows else torch.where(rows["count"] == 0, 0.0, weight).sum()
+    return rows.weights(job.spec, job.weights(job.rows)).sum()
 
 
 def _denominator(job: Job, rows: State) -> Tensor:
     """What the mean divides by; anything but 0 where no row has a positive, for then every slope is 0."""
     total = job.ring.total(_weight_sum(job, rows))
-    return torch.where(total == 0, 1.0, total)
+    return total if job.spec.targets else torch.where(total == 0, 1.0, total)
 
 
 def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
-    weight = torch.where(rows["count"] == 0, 0.0, job.weights(job.rows))
+    weight = rows.weights(job.spec, job.weights(job.rows))
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
     right = [side["best_positive"] >= side["best"] for side in sides]
-    positive = torch.where(rows["count"] == 0, 0.0, rows["positive"] / rows["count"])
-    sums = [(weight * values).sum() for values in (positive, losses[0], losses[-1], right[0], right[-1])]
+    sums = [(weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])]
     totals = job.ring.total(torch.stack([weight.sum(), *sums]))
     means = torch.where(totals[0] == 0, 0.0, totals[1:] / totals[0])
     return torch.cat([mean[None], means[3:].mean()[None], means])
@@ -229,5 +242,5 @@ def remembered_fields(spec: Spec) -> tuple[str, ...]:
 
 def _remember(spec: Spec, state: State) -> Tensor:
     names = remembered_fields(spec)
-    vectors = [state.log_sum_exp() if name == "log_sum_exp" else state[name] for name in names]
+    vectors = [state.log_sum_exp(spec) if name == "log_sum_exp" else state[name] for name in names]
     return torch.stack(vectors) if vectors else state.table.new_empty(0, 0)

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ class Job:
     def __init__(self, inputs: Inputs, call: Call) -> None:
         self.inputs, self.call, self.spec = inputs, call, call.spec
         self.ring = Ring(call.group)
+        self.ring.agree(
+            call.function,
+            rows=len(inputs.first),
+            width=inputs.first.shape[1],
+            bits=torch.finfo(inputs.first.dtype).bits,
+            ids=int(inputs.first_ids is not None),
+            gradients=sum(need << bit for bit, need in enumerate(call.needs)),
+        )
         self.device = inputs.first.device
         self.compute = torch.float64 if inputs.first.dtype == torch.float64 else torch.float32
         self.scale = inputs.scale.item()
@@ -89,10 +98,12 @@ class Job:
 
     def weights(self, side: list[Block]) -> Tensor:
         """The weight of every row of a side that has losses."""
+        return self._weight.repeat(len(side)) if len(side) > 1 else self._weight
+
+    @cached_property
+    def _weight(self) -> Tensor:
         weight = self.inputs.weight
-        if weight is None:
-            return torch.ones(sum(map(len, side)), dtype=torch.float64, device=self.device)
-        return weight.double().repeat(len(side))
+        return self.inputs.first.new_ones(len(self.inputs.first), dtype=torch.float64) if weight is None else weight.double()
 
     # ---- decisions
 
@@ -139,19 +150,20 @@ class Job:
             return
         (home,) = self.columns
         held = {name: getattr(home, name) for name in read + summed}
-        tensors = {n: v.table if isinstance(v, State) else v for n, v in held.items() if v is not None}
-        names = [[n for n in group if n in tensors] for group in (read, summed)]
-        turn = self.ring.turn(*([tensors[n] for n in group] for group in names))
-        for owner, *groups in turn:
-            block = Block(home.features, owner * len(home))
-            for name, tensor in zip(sum(names, []), sum(groups, []), strict=True):
+        tensors = {name: value.table if isinstance(value, State) else value for name, value in held.items()}
+        read, summed = (tuple(name for name in names if tensors[name] is not None) for names in (read, summed))
+        turn = self.ring.turn([tensors[name] for name in read], [tensors[name] for name in summed])
+        for owner, reading, summing in turn:
+            visitor = Block(home.features, owner * len(home))
+            for name, tensor in zip(read + summed, reading + summing, strict=True):
                 value = held[name]
-                setattr(block, name, State(value.names, tensor) if isinstance(value, State) else tensor)
-            yield from walk(self.plan, self.rows, [block], symmetric=False)
+                setattr(visitor, name, State(value.names, tensor) if isinstance(value, State) else tensor)
+            yield from walk(self.plan, self.rows, [visitor], symmetric=False)
 
     def new_slots(self) -> tuple[Tensor, list[Kept]]:
         """Memory for the tiles that the plan keeps, as one tensor and as its parts."""
-        memory = torch.empty(self.plan.kept * (self.plan.rows * self.plan.columns + 1), dtype=self.compute, device=self.device)
+        size = self.plan.kept * (self.plan.rows * self.plan.columns + 1)
+        memory = torch.empty(size, dtype=self.compute, device=self.device)
         return memory, self.slots(memory)
 
     def slots(self, memory: Tensor) -> list[Kept]:
@@ -174,7 +186,7 @@ class Job:
         if memory is None:
             size = sum(block.features.numel() for block in needed)
             memory = torch.zeros(size, dtype=self.compute, device=self.device)
-        for block, part in zip(needed, memory.split([block.features.numel() for block in needed]), strict=True):
+        for block, part in zip(needed, torch.split(memory, [block.features.numel() for block in needed]), strict=True):
             block.grad = part.view(block.features.shape)
         return memory
 
@@ -223,7 +235,7 @@ def inverse_lengths(features: Tensor, compute: torch.dtype) -> Tensor:
 
 
 def _lengths(features: Tensor, compute: torch.dtype) -> Tensor:
-    return torch.cat([torch.linalg.vector_norm(x.to(compute), dim=1) for x in features.split(STRIP)])
+    return torch.cat([torch.linalg.vector_norm(x.to(compute), dim=1) for x in torch.split(features, STRIP)])
 
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:

@@ -31,7 +31,7 @@ def contrast(
     """The loss, its statistics, and what the backward needs: `engine.Outputs`."""
     inputs = Inputs(first, second, extra, scale, bias, first_ids, second_ids, extra_ids, positives, weight)
     with torch.autocast(first.device.type, enabled=False):
-        return tuple(engine.forward(inputs, Call.decode(call)))
+        return engine.forward(inputs, Call.decode(call)).as_tuple()
 
 
 @contrast.register_fake
@@ -55,16 +55,15 @@ def _(
         num_rows = num_rows + second.shape[0]
     fields = len(engine.remembered_fields(call.spec))
     kept = torch.library.get_ctx().new_dynamic_size()
-    return tuple(
-        engine.Outputs(
-            value=first.new_empty((num_rows,) if call.reduction == "none" else (), dtype=compute),
-            stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
-            rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
-            columns=first.new_empty((fields, num_rows) if call.spec.columns else (0, 0), dtype=torch.float64),
-            sums=first.new_empty(2, dtype=torch.float64),
-            kept=first.new_empty(kept, dtype=compute),
-        )
+    outputs = engine.Outputs(
+        value=first.new_empty((num_rows,) if call.reduction == "none" else (), dtype=compute),
+        stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
+        rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
+        columns=first.new_empty((fields, num_rows) if call.spec.columns else (0, 0), dtype=torch.float64),
+        sums=first.new_empty(2, dtype=torch.float64),
+        kept=first.new_empty(kept, dtype=compute),
     )
+    return outputs.as_tuple()
 
 
 @torch.library.custom_op("megabatch::contrast_backward", mutates_args=())
@@ -91,7 +90,7 @@ def contrast_backward(
     outputs = engine.Outputs(upstream, upstream, rows, columns, sums, kept)
     with torch.autocast(first.device.type, enabled=False):
         gradients = engine.backward(inputs, Call.decode(call), upstream, outputs)
-    return tuple(first.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return gradients.as_tuple(first)
 
 
 @contrast_backward.register_fake
@@ -115,9 +114,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     needs = Call.decode(code).needs
     inputs = (first, second, extra, scale, bias)
-    return tuple(
-        x.new_empty(x.shape) if need else first.new_empty(0) for x, need in zip(inputs, needs, strict=True)
-    )
+    gradients = [x.new_empty(x.shape) if x is not None and need else None for x, need in zip(inputs, needs, strict=True)]
+    return engine.Gradients(*gradients).as_tuple(first)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
