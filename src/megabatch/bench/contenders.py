@@ -33,7 +33,8 @@ class Contender:
     Attributes:
         make: The step for a case. Raises NotInstalled.
         losses: Those it can do.
-        matrices: How many matrices of logits it holds at its peak, about: to tell whether it would fit.
+        held: Bytes it holds at its peak, about, as far as they grow with the square of the rows or faster: to tell
+            whether it would fit.
         ours: Its result is held against the dense loss's own precision; another's need only be the same loss.
         normalizes: Does so whether asked or not, so its gradients are those of features that are normalised inside.
         compiles: Compiled anew for every size, so only a step of the same size warms it up.
@@ -44,7 +45,7 @@ class Contender:
     title: str
     make: Callable[[Case], Step]
     losses: tuple[str, ...] = tuple(LOSSES)
-    matrices: float = 0.0
+    held: Callable[[Case], float] = lambda case: 0
     ours: bool = False
     normalizes: bool = False
     compiles: bool = False
@@ -89,7 +90,7 @@ def open_clip_formula(case: Case) -> Step:
 
 
 def open_clip(case: Case) -> Step:
-    module = _package("open_clip")
+    module = _package("open_clip.loss")
     return step_of(module.ClipLoss() if case.loss == "clip" else module.SigLipLoss())
 
 
@@ -147,25 +148,35 @@ def _declare_torchvision_operators() -> None:
     _TORCHVISION.append(library)  # they go when it goes
 
 
+def _matrices(number: float) -> Callable[[Case], float]:
+    """So many matrices of logits."""
+    return lambda case: number * case.matrix_bytes
+
+
+def _pairs_by_pairs(case: Case) -> float:
+    """pytorch-metric-learning holds each positive pair of NT-Xent against every negative pair: the cube of the rows."""
+    return 18 * case.side**3 if case.loss == "nt_xent" else 14 * case.matrix_bytes
+
+
 CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("megabatch", "megabatch", ours, ours=True),
-        Contender("kept", "megabatch, logits kept", ours_kept, ("clip",), matrices=1, ours=True),
-        Contender("dense", "dense twin (megabatch.reference)", dense, matrices=10),
-        Contender("compiled", "torch.compile, logits formed once", compiled, matrices=4, compiles=True),
+        Contender("kept", "megabatch, logits kept", ours_kept, ("clip",), held=_matrices(1), ours=True),
+        Contender("dense", "dense twin (megabatch.reference)", dense, held=_matrices(20)),
+        Contender("compiled", "torch.compile, logits formed once", compiled, held=_matrices(4), compiles=True),
         Contender("chunked", f"checkpoint, chunks of {rivals.CHUNK} rows", chunked),
-        Contender("formula", "open_clip's formula", open_clip_formula, ("clip", "siglip"), matrices=6),
-        Contender("open_clip", "open_clip", open_clip, ("clip", "siglip"), matrices=6),
-        Contender("lightly", "lightly", lightly, ("nt_xent",), matrices=6, normalizes=True),
+        Contender("formula", "open_clip's formula", open_clip_formula, ("clip", "siglip"), held=_matrices(7)),
+        Contender("open_clip", "open_clip", open_clip, ("clip", "siglip"), held=_matrices(7)),
+        Contender("lightly", "lightly", lightly, ("nt_xent",), held=_matrices(7), normalizes=True),
         Contender(
             "metric_learning",
             "pytorch-metric-learning",
             metric_learning,
             ("nt_xent", "supcon"),
-            matrices=30,
+            held=_pairs_by_pairs,
             normalizes=True,
         ),
-        Contender("products", "plain products, the limit", products, matrices=1, bare=True),
+        Contender("products", "plain products, the limit", products, held=_matrices(1), bare=True),
     )
 }

@@ -23,10 +23,10 @@ Memory in table and plot is the peak beyond inputs and gradients.
 
 NAMES = ("dense", "megabatch")
 DOUBLINGS = [2048, 4096, 8192, 16384, 32768, 65536]
-COLUMNS = ("rows", "dense: time", "peak MiB", "megabatch: time", "peak MiB")
+COLUMNS = ("rows", "dense: time", "peak MiB", "megabatch: time", "peak MiB", "")
 # Steps are repeated for this long, and the best counts.
 ENOUGH_SECONDS = 1.0
-WIDTHS = [8, 24, 10, 16, 10]
+WIDTHS = [8, 24, 10, 16, 10, 0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def _line(points: dict[str, Point]) -> str:
             cells += [f"killed: {point.killed}" if point else "", ""]
         else:
             cells += [report.seconds(point.seconds), report.mebibytes(point.peak_bytes)]
-    return report.line(cells, WIDTHS)
+    return report.line([*cells, ""], WIDTHS)
 
 
 def _moral(curves: Curves) -> str:

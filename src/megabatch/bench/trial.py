@@ -19,7 +19,7 @@ SLACK = {"float64": 4e-15, "float32": 2e-6, "bfloat16": 2e-3, "float16": 2.5e-4}
 # What computes the same loss, though perhaps from half-precision logits, comes this near.
 SAME_LOSS = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 # Float64 matrices of logits that the check at full size holds at its peak, about.
-CHECK_MATRICES = 12
+CHECK_MATRICES = 20
 
 
 @dataclass
@@ -57,7 +57,7 @@ def contest(case: Case, names: list[str], repeats: int, seconds: float) -> list[
 
 def _enter(case: Case, contender: Contender) -> Row:
     row = Row(contender.name, contender.title)
-    needed = contender.matrices * case.matrix_bytes
+    needed = contender.held(case)
     if not _would_fit(needed):
         row.status, row.note = "would not fit", f"needs about {needed / 2**30:.1f} GiB"
         return row

@@ -1,0 +1,212 @@
+"""Memory is linear in the batch: the largest tensor ever made, what autograd keeps, and what a real process takes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megabatch
+from megabatch import reference
+from megabatch.tiling import engine, operators
+
+from .test_losses import LOSSES, make_inputs
+
+MIB = 2**20
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any tensor's memory had while the mode was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+def saved_bytes(step: Callable[[], Tensor]) -> int:
+    """Bytes that autograd keeps for the backward, each piece of memory once."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = step()
+    assert value.requires_grad
+    return sum(seen.values())
+
+
+def below_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatch modes do not look inside operators: call the plain functions that they call."""
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *tensors, code = args
+            call = operators.Call.decode(code)
+            outputs = engine.forward(operators.Inputs(*tensors), call)
+            ctx.save_for_backward(*tensors, *outputs)
+            ctx.call = call
+            ctx.mark_non_differentiable(*outputs[1:])
+            return tuple(outputs)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+            inputs, outputs = operators.Inputs(*ctx.saved_tensors[:10]), engine.Outputs(*ctx.saved_tensors[10:])
+            return *engine.backward(inputs, ctx.call, upstream, outputs), *[None] * 6
+
+    monkeypatch.setattr("megabatch.functional.contrast", Plain.apply)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("num_rows", [256, 512])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_never_allocates_more_than_a_strip(
+    loss: str, num_rows: int, normalized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below_the_seam(monkeypatch)
+    inputs = make_inputs(loss, num_rows, 8, torch.float32)
+    with LargestTensor() as largest:
+        getattr(megabatch, loss)(**inputs, normalize=normalized, tile=16).backward()
+    # A strip of 16 rows that InfoNCE completes at once, or the features themselves, of both sides in one.
+    assert largest.numel <= 24 * 2 * num_rows
+
+
+def test_dense_twin_does_allocate_the_full_matrix() -> None:
+    """The meter must be able to fail, or the test above proves nothing."""
+    with LargestTensor() as largest:
+        reference.clip_loss(**make_inputs("clip_loss", 256, 8, torch.float32), normalize=False).backward()
+    assert largest.numel >= 256 * 256
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_saves_for_backward_only_what_grows_with_the_batch(loss: str, reduction: str) -> None:
+    sizes = []
+    for num_rows in (300, 600):
+        inputs = make_inputs(loss, num_rows, 8, torch.float32)
+        options = {"normalize": False, "reduction": reduction}
+        sizes.append(saved_bytes(lambda: getattr(megabatch, loss)(**inputs, **options).sum()))  # noqa: B023
+        features = sum(x.numel() for x in inputs.values() if x.dim() == 2)
+        # The features, a float32 copy of their gradients where one walk does it all, and a few vectors.
+        assert sizes[-1] <= 2 * 4 * features + 64 * num_rows + 4096
+    assert sizes[1] <= 2.05 * sizes[0]
+
+
+def test_meter_sees_what_the_dense_twin_saves() -> None:
+    sizes = []
+    for num_rows in (300, 600):
+        inputs = make_inputs("clip_loss", num_rows, 8, torch.float32)
+        sizes.append(saved_bytes(lambda: reference.clip_loss(**inputs, normalize=False)))  # noqa: B023
+    assert sizes[1] >= 3.5 * sizes[0]
+
+
+def test_a_raised_budget_keeps_logits_and_not_more() -> None:
+    inputs = make_inputs("clip_loss", 300, 8, torch.float32)
+    without = saved_bytes(lambda: megabatch.clip_loss(**inputs, normalize=False, tile=100))
+    for budget in (2**18, 2**20):
+        kept = saved_bytes(lambda: megabatch.clip_loss(**inputs, normalize=False, tile=100, memory_budget=budget))  # noqa: B023
+        assert without < kept <= without + budget
+    assert kept >= without + 300 * 300 * 4
+
+
+MEASURE = """
+import sys
+import torch
+import megabatch
+
+function, num_rows, width, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
+
+def memory(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+def features(rows):
+    x = torch.empty(rows, width, dtype=dtype)
+    for part in x.split(1024):
+        part.copy_(torch.nn.functional.normalize(torch.randn(part.shape), dim=1))
+    return x.requires_grad_()
+
+def step(image, text):
+    scale = torch.tensor(50.0, requires_grad=True)
+    arguments = [image, text, scale] + ([torch.tensor(-10.0)] if function == "siglip_loss" else [])
+    getattr(megabatch, function)(*arguments, normalize=False).backward()
+
+step(features(64), features(64))
+image, text = features(num_rows), features(num_rows)
+before, peak_before = memory("VmRSS"), memory("VmHWM")
+step(image, text)
+gradients = image.grad.numel() * image.grad.element_size() * 2
+print(memory("VmHWM") - before - gradients, peak_before - before)
+"""
+
+
+def beyond_inputs_and_gradients(function: str, num_rows: int, width: int, dtype: str = "float32") -> int:
+    """Peak resident memory of a real process over one step, in bytes, less its inputs and gradients."""
+    command = [sys.executable, "-c", MEASURE, function, str(num_rows), str(width), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    bytes_used, slack_before = map(int, done.stdout.split())
+    assert slack_before < 2 * MIB, "the process had been larger before the step: the meter would not see all of it"
+    return bytes_used
+
+
+def test_a_real_process_at_32768_rows() -> None:
+    """The dense loss holds at least three matrices of 4 GiB here."""
+    assert beyond_inputs_and_gradients("clip_loss", 32768, 512) <= 64 * MIB
+
+
+def test_doubling_the_batch_adds_only_vectors() -> None:
+    small, large = (beyond_inputs_and_gradients("clip_loss", num_rows, 32) for num_rows in (8192, 16384))
+    assert large - small <= 8192 * 2 * 64 + 4 * MIB
+
+
+@pytest.mark.parametrize("function", ["siglip_loss", "info_nce_loss", "nt_xent_loss"])
+def test_other_losses_of_a_real_process(function: str) -> None:
+    num_rows, width = 8192, 64
+    forward_gradients = 0 if function == "nt_xent_loss" else 2 * num_rows * width * 4
+    assert beyond_inputs_and_gradients(function, num_rows, width) <= 64 * MIB + forward_gradients
+
+
+def test_meter_sees_the_dense_loss() -> None:
+    dense = MEASURE.replace("getattr(megabatch, function)", "__import__('megabatch.reference').reference.clip_loss")
+    command = [sys.executable, "-c", dense, "clip_loss", "4096", "32", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[0]) >= 2 * 4096 * 4096 * 4
+
+
+def test_retrieval_of_100000_pairs_runs_in_linear_memory() -> None:
+    """The matrix of scores would take 40 GB."""
+    script = """
+import resource, torch, megabatch
+keys = torch.nn.functional.normalize(torch.randn(100_000, 64), dim=1)
+queries = torch.nn.functional.normalize(keys + 0.18 * torch.randn(100_000, 64), dim=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ranks = megabatch.retrieval_ranks(queries, keys)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*[(ranks < k).float().mean().item() for k in (1, 5, 10)], after - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    first, fifth, tenth, kibibytes = map(float, done.stdout.split())
+    assert 0 < first < fifth < tenth < 1
+    assert kibibytes <= 64 * 1024
+
+
+def test_width_does_not_matter_to_the_budget() -> None:
+    """Half features are copied strip by strip, and the strips are in the budget."""
+    image, text = (normalize(torch.randn(512, 768), dim=1).bfloat16().requires_grad_() for _ in range(2))
+    for budget in ("512KiB", "2MiB"):
+        megabatch.clip_loss(image, text, 20.0, normalize=False, memory_budget=budget).backward()
