@@ -774,3 +774,9 @@ def test_compiled_it_does_not_warn_of_a_scale(backend: CompileCounterWithBackend
     compiled = torch.compile(megabatch.clip_loss, fullgraph=True, backend=backend)
     for scale in 5.0, 0.07:
         assert compiled(**good("clip_loss") | {"logit_scale": scale}).isfinite()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_weight_that_requires_grad_is_refused(loss: str) -> None:
+    weight = torch.ones(N, requires_grad=True)
+    assert_refused(loss, ValueError, "weight must not require grad", "weight.detach()", weight=weight)

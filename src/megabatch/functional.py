@@ -454,6 +454,14 @@ def _contrast(
     check_word(name, "overlap", overlap, (True, False))
     check_word(name, "return_stats", return_stats, (True, False))
     check_word(name, "backend", backend, ("auto", "eager", "triton"))
+    ranks = group_name(name, group)
+    if ranks and not (spec.columns and reduction != "none" and grad_reduction == "mean" and exchange != "gather"):
+        raise ValueError(
+            f"{name}: group must be None in this version, got one of several ranks. So far only clip_loss runs on several, "
+            "over a ring, with reduction 'mean' or 'sum' and grad_reduction 'mean'."
+        )
+    if weight is not None and weight.requires_grad:
+        raise ValueError(f"{name}: weight must not require grad, because it gets none. Pass weight.detach().")
     scale = scale_of(name, logit_scale, temperature)
     bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
     differentiable = (first, second, extra, scale, bias)
@@ -468,9 +476,9 @@ def _contrast(
         bytes_of(name, memory_budget),
         backend,
         autocast_dtype(first),
-        group_name(name, group),
+        ranks,
     )
-    inputs = Inputs(first, second, extra, scale, bias, *ids, positives, None if weight is None else weight.detach())
+    inputs = Inputs(first, second, extra, scale, bias, *ids, positives, weight)
     value, stats, *_ = contrast(*inputs, call.encode())
     return (value, _named(stats, value.dtype, spec, directions)) if return_stats else value
 

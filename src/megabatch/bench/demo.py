@@ -22,10 +22,10 @@ Memory in table and plot is the peak beyond inputs and gradients.
 """
 
 NAMES = ("dense", "megabatch")
-DOUBLINGS = [2048, 4096, 8192, 16384, 32768, 65536]
+DOUBLINGS = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
 COLUMNS = ("rows", "dense: time", "peak MiB", "megabatch: time", "peak MiB", "")
 # Steps are repeated for this long, and the best counts.
-ENOUGH_SECONDS = 1.0
+ENOUGH_SECONDS = 0.5
 WIDTHS = [8, 24, 10, 16, 10, 0]
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if options.quick:
-        options.rows, options.width, options.limit = [512, 1024, 2048, 4096], 64, 128
+        options.rows, options.width, options.limit = [256, 1024, 4096], 64, 128
     limit = options.limit * 2**20
     title = f"clip_loss, D={options.width}, float32, each process limited to {options.limit} MiB"
     print(f"{report.describe(report.machine())}\n\n{title}\n")

@@ -57,6 +57,9 @@ def main(options: argparse.Namespace) -> int:
     print(report.describe(machine), flush=True)
     cases: list[dict[str, Any]] = []
     healthy = True
+    if options.json:  # a path that cannot be written to shows now, not in an hour
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.touch()
     for dtype, name, width, rows in itertools.product(options.dtypes, options.losses, options.width, options.rows):
         case = Case(name, rows, width, dtype, options.memory_budget)
         results = trial.contest(case, options.contenders, options.repeats, options.seconds)

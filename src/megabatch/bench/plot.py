@@ -25,7 +25,7 @@ STYLE: dict[str, dict[str, Any]] = {
 
 
 def draw(curves: Curves, limit_bytes: int, title: str, path: Path) -> None:
-    """Both axes logarithmic; a cross where a contender was killed. Needs matplotlib."""
+    """Both axes logarithmic; a cross where a contender was killed, on its line drawn on. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,10 +57,15 @@ def _curve(axes: Any, points: list[Point], style: dict[str, Any], values: dict[i
     end = points[-1]
     if end.killed and values:
         last_rows, last_value = list(values.items())[-1]
-        # Where it would have gone: both grow with the square of the rows.
+        # There is nothing measured here. Both grow with the square of the rows.
         value = last_value * (end.rows / last_rows) ** 2
         axes.plot([last_rows, end.rows], [last_value, value], color=style["color"], linestyle=":")
         axes.plot([end.rows], [value], color=style["color"], marker="x", markersize=10, markeredgewidth=2)
         axes.annotate(
-            "killed", (end.rows, value), (8, 0), textcoords="offset points", color=style["color"], va="center"
+            "killed\n(extrapolated)",
+            (end.rows, value),
+            (8, 0),
+            textcoords="offset points",
+            color=style["color"],
+            va="center",
         )

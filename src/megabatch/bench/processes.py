@@ -26,7 +26,7 @@ def run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """What `function`, known by its module and name, returns in a new process. Raises Failed."""
     context = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
-        context.set_forkserver_preload(["megabatch.bench.trial"])
+        context.set_forkserver_preload(["megabatch.bench.trial", "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, function, args, kwargs), daemon=True)  # type: ignore[attr-defined]
     process.start()
@@ -50,11 +50,12 @@ def _child(
     try:
         result = function(*args, **kwargs)
     except Exception as raised:
-        error = _failure(raised)
+        error = failure_of(raised)
     sender.send((error, result))
 
 
-def _failure(error: Exception) -> Failed:
+def failure_of(error: Exception) -> Failed:
+    """In one line."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
         return OutOfMemory("out of memory")
