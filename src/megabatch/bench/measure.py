@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
+MOST_ROUNDS = 1000
 
 
 def take_turns(steps: Mapping[str, Callable[[], object]], repeats: int, seconds: float) -> dict[str, list[float]]:
@@ -20,13 +21,12 @@ def take_turns(steps: Mapping[str, Callable[[], object]], repeats: int, seconds:
     for step in steps.values():
         step()
     taken: dict[str, list[float]] = {name: [] for name in steps}
-    begin = time.perf_counter()
     gc.collect()
     gc.disable()
+    begin, rounds = time.perf_counter(), 0
     try:
-        while (rounds := min(map(len, taken.values()), default=repeats)) < repeats or (
-            taken and time.perf_counter() - begin < seconds and rounds < 1000
-        ):
+        while rounds < repeats or (rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds):
+            rounds += 1
             for name, step in steps.items():
                 start = time.perf_counter()
                 step()
