@@ -187,13 +187,14 @@ class Softmax(_Link):
     def _subtract_aim(
         self, tile: Tile, blocks: list[Block], slope: Tensor, scratch: Tensor, same: Tensor | None
     ) -> None:
-        smoothing = self.spec.smoothing
+        smoothing, mask = self.spec.smoothing, self._positive_mask(same)
+        if tile.targets is None and mask is None and not smoothing:
+            return
         shares = [(1 - smoothing) * block.pull / block.state["count"].clamp_min(1) for block in blocks]
         if tile.targets is not None:
             column, here = tile.targets
             share = shares[0] + shares[1][column] if len(shares) == 2 else shares[0]
             slope.scatter_add_(1, column[:, None], torch.where(here, -share, 0.0).to(slope.dtype)[:, None])
-        mask = self._positive_mask(same)
         if mask is not None:
             slope.sub_(torch.mul(_outer(shares, scratch), mask, out=scratch))
         if smoothing:

@@ -41,7 +41,7 @@ class Block:
     grad: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.features)
+        return self.features.shape[0]
 
     def cut(self, start: int, stop: int) -> "Block":
         """Rows start to stop, as views."""

@@ -10,12 +10,14 @@ a loss of 1e-5 at logits of 100 needs it. Fields, present where the loss or its 
     best, best_positive   largest logit of the valid columns, and of the positives
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from .spec import Spec
 
-NEUTRAL = {"shift": float("-inf"), "best": float("-inf"), "best_positive": float("-inf")}
+NEUTRAL_IS_LOWEST = {"shift", "best", "best_positive"}
 
 
 def fields(spec: Spec, stats: bool) -> tuple[str, ...]:
@@ -42,8 +44,10 @@ class State:
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
-        start = torch.tensor([NEUTRAL.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
-        return cls(names, start[:, None].repeat(1, num_rows))
+        state = cls(names, torch.zeros(len(names), num_rows, dtype=torch.float64, device=device))
+        for name in NEUTRAL_IS_LOWEST.intersection(names):
+            state[name].fill_(-math.inf)
+        return state
 
     @classmethod
     def of_nothing(cls) -> "State":

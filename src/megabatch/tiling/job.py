@@ -240,6 +240,9 @@ def _lengths(features: Tensor, compute: torch.dtype) -> Tensor:
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:
     """Give every block of a side its part of a vector, or of a state, that covers the side."""
+    if len(side) == 1:
+        setattr(side[0], name, values)
+        return
     start = 0
     for block in side:
         stop = start + len(block)

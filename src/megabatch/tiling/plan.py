@@ -108,7 +108,7 @@ def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
     if call.spec.symmetric:
         # A diagonal tile is computed whole though half of it would do: more strips, less waste.
         return (min(side, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
-    return (side if shape.threads > 1 else 512), side
+    return (side // 2 if shape.threads > 1 else side // 4), side
 
 
 def _even(length: int, side: int) -> int:
