@@ -33,7 +33,9 @@ def make_inputs(loss: str, num_rows: int, width: int, dtype: torch.dtype = torch
 
 def gradients(value: Tensor, inputs: dict[str, Tensor], upstream: float = 1.0) -> dict[str, Tensor]:
     needed = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
-    weights = torch.linspace(-1, 2, value.numel(), dtype=value.dtype) if value.dim() else torch.ones((), dtype=value.dtype)
+    weights = (
+        torch.linspace(-1, 2, value.numel(), dtype=value.dtype) if value.dim() else torch.ones((), dtype=value.dtype)
+    )
     total = upstream * (value * weights).sum()
     return dict(zip(needed, torch.autograd.grad(total, list(needed.values())), strict=True))
 
@@ -82,9 +84,7 @@ def option_mixes(loss: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("tile", [3, 64])
-@pytest.mark.parametrize(
-    ("loss", "mix"), [(loss, mix) for loss in LOSSES for mix in option_mixes(loss)], ids=str
-)
+@pytest.mark.parametrize(("loss", "mix"), [(loss, mix) for loss in LOSSES for mix in option_mixes(loss)], ids=str)
 def test_every_mix_of_options_equals_its_dense_twin(loss: str, mix: dict[str, Any], tile: int, reduction: str) -> None:
     num_rows = 11
     inputs = make_inputs(loss, num_rows, 5)

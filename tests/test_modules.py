@@ -25,7 +25,9 @@ def batch(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.randn(12, 6)
     if name in ("ClipLoss", "SigLipLoss"):
         rows = normalize(rows, dim=1)
-    return rows.requires_grad_(), torch.arange(12) // 3 if name == "SupConLoss" else normalize(torch.randn(12, 6), dim=1)
+    return rows.requires_grad_(), torch.arange(12) // 3 if name == "SupConLoss" else normalize(
+        torch.randn(12, 6), dim=1
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -176,12 +178,24 @@ def test_options_of_a_batch_go_to_forward() -> None:
     ("construct", "error", "message"),
     [
         (lambda: megabatch.ClipLoss(smoothing=0.1), TypeError, "ClipLoss: smoothing must be an option of clip_loss"),
-        (lambda: megabatch.ClipLoss(ids=None), TypeError, "ClipLoss: ids must be an option of clip_loss. Pass it to forward"),
-        (lambda: megabatch.SigLipLoss(label_smoothing=0.1), TypeError, "label_smoothing must be an option of siglip_loss"),
+        (
+            lambda: megabatch.ClipLoss(ids=None),
+            TypeError,
+            "ClipLoss: ids must be an option of clip_loss. Pass it to forward",
+        ),
+        (
+            lambda: megabatch.SigLipLoss(label_smoothing=0.1),
+            TypeError,
+            "label_smoothing must be an option of siglip_loss",
+        ),
         (lambda: megabatch.ClipLoss(0.0), ValueError, "ClipLoss: the scale must be positive and finite, got 0.0"),
         (lambda: megabatch.ClipLoss(200.0), ValueError, "at or below max_logit_scale, got 200.0 and 100"),
         (lambda: megabatch.ClipLoss(max_logit_scale=0), ValueError, "max_logit_scale must be positive, got 0"),
-        (lambda: megabatch.InfoNCELoss(-1.0), ValueError, "InfoNCELoss: temperature must be positive and finite, got -1.0"),
+        (
+            lambda: megabatch.InfoNCELoss(-1.0),
+            ValueError,
+            "InfoNCELoss: temperature must be positive and finite, got -1.0",
+        ),
     ],
 )
 def test_bad_construction_is_named(construct: Any, error: type[Exception], message: str) -> None:

@@ -43,7 +43,14 @@ def test_the_meter_counts_the_dense_loss() -> None:
 
 @pytest.mark.parametrize(
     ("expected", "frozen"),
-    [(4, ()), (3, ("image",)), (3, ("text",)), (2, ("image", "text")), (4, ("scale",)), (1, ("image", "text", "scale"))],
+    [
+        (4, ()),
+        (3, ("image",)),
+        (3, ("text",)),
+        (2, ("image", "text")),
+        (4, ("scale",)),
+        (1, ("image", "text", "scale")),
+    ],
     ids=str,
 )
 def test_clip(expected: int, frozen: tuple[str, ...]) -> None:

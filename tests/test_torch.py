@@ -29,8 +29,12 @@ class Towers(nn.Module):
         return self.loss(normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, in inductor
-@pytest.mark.parametrize("loss", [megabatch.ClipLoss, megabatch.SigLipLoss, megabatch.InfoNCELoss, megabatch.NTXentLoss])
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # torch's own, in inductor
+@pytest.mark.parametrize(
+    "loss", [megabatch.ClipLoss, megabatch.SigLipLoss, megabatch.InfoNCELoss, megabatch.NTXentLoss]
+)
 def test_a_model_compiles_once_for_all_batch_sizes(loss: type[nn.Module]) -> None:
     torch._dynamo.reset()
     model = Towers(loss(normalize=False))
@@ -114,9 +118,7 @@ def test_strides_do_not_matter(loss: str) -> None:
         "one row for all": lambda x: x[:1].expand(x.shape),
     }
     for layout in layouts.values():
-        laid_out = {
-            name: layout(x.detach()).requires_grad_() if x.dim() == 2 else x for name, x in inputs.items()
-        }
+        laid_out = {name: layout(x.detach()).requires_grad_() if x.dim() == 2 else x for name, x in inputs.items()}
         assert_equals_twin(loss, laid_out, tile=5)
 
 

@@ -457,8 +457,8 @@ def _contrast(
     ranks = group_name(name, group)
     if ranks and not (spec.columns and reduction != "none" and grad_reduction == "mean" and exchange != "gather"):
         raise ValueError(
-            f"{name}: group must be None in this version, got one of several ranks. So far only clip_loss runs on several, "
-            "over a ring, with reduction 'mean' or 'sum' and grad_reduction 'mean'."
+            f"{name}: group must be None in this version, got one of several ranks. So far only clip_loss runs on "
+            "several, over a ring, with reduction 'mean' or 'sum' and grad_reduction 'mean'."
         )
     if weight is not None and weight.requires_grad:
         raise ValueError(f"{name}: weight must not require grad, because it gets none. Pass weight.detach().")

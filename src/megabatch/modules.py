@@ -1,7 +1,7 @@
 """The losses as modules, which may own the scale (and SigLIP's bias) as parameters.
 
-The parameter `logit_scale` holds the logarithm, as in open_clip and transformers; it stays float32 whatever the module is
-cast to, and has shape [1], because FSDP2 shards no 0-d parameters.
+The parameter `logit_scale` holds the logarithm, as in open_clip and transformers; it stays float32 whatever the module
+is cast to, and has shape [1], because FSDP2 shards no 0-d parameters.
 """
 
 import inspect
@@ -40,7 +40,8 @@ class _ContrastiveLoss(nn.Module):
             raise ValueError(f"{name}: max_logit_scale must be positive, got {max_logit_scale}.")
         if learnable and (init_logit_scale or 0) > (max_logit_scale or math.inf):
             raise ValueError(
-                f"{name}: the scale must start at or below max_logit_scale, got {init_logit_scale} and {max_logit_scale}."
+                f"{name}: the scale must start at or below max_logit_scale, got {init_logit_scale} and "
+                f"{max_logit_scale}."
             )
         self.max_logit_scale = max_logit_scale if learnable else None
         self.options = options
@@ -190,7 +191,7 @@ class SigLipLoss(_ContrastiveLoss):
 
 
 class _TemperatureLoss(_ContrastiveLoss):
-    """A loss that people configure by temperature: normalises, and keeps the temperature fixed, unless told otherwise."""
+    """A loss that people configure by temperature: normalises and keeps it fixed, unless told otherwise."""
 
     def __init__(
         self,

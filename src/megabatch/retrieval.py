@@ -173,7 +173,9 @@ class _Scores:
     def _padded_strips(self, features: Tensor, side: int, normalize: bool) -> list[Block]:
         strips = []
         for start, part in zip(range(0, len(features), side), torch.split(features, side), strict=True):
-            strip = Block(torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part, start)
+            strip = Block(
+                torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part, start
+            )
             if normalize:
                 strip.inverse_norm = inverse_lengths(strip.features, self.compute)
             strips.append(strip)

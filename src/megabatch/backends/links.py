@@ -130,9 +130,7 @@ class Softmax(_Link):
             getattr(tile, side).state.merge(pieces[side] | extra[side])
         return shift
 
-    def _piece(
-        self, shifted: Tensor, tile: Tile, same: Tensor | None, side: str, scratch: Tensor
-    ) -> dict[str, Tensor]:
+    def _piece(self, shifted: Tensor, tile: Tile, same: Tensor | None, side: str, scratch: Tensor) -> dict[str, Tensor]:
         """What one side keeps of its shifted logits, as long as they are not exponentials yet."""
         piece = self._positives(tile, shifted, same, side, scratch)
         if self.spec.smoothing:
@@ -170,7 +168,7 @@ class Softmax(_Link):
         same = self.same(tile)
         if fresh:
             self.hide(tile, logits, same)
-        blocks = [tile.rows, tile.columns] if spec.columns or spec.symmetric else [tile.rows]
+        blocks = [tile.rows, tile.columns] if spec.two_sided else [tile.rows]
         if math.isnan(shift):
             low, high = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
             if max(high) - min(low) <= WIDEST_SPREAD:

@@ -17,4 +17,12 @@ def select(function: str, name: str, device: torch.device, dtype: torch.dtype) -
         if not reasons[candidate]:
             return BACKENDS[candidate]
     lines = [f"  {candidate}: {reason}" for candidate in wanted for reason in reasons[candidate]]
-    raise ValueError("\n".join([f"{function}: backend {name!r} cannot run this call:", *lines, "Pass backend='auto' to let the library choose."]))
+    raise ValueError(
+        "\n".join(
+            [
+                f"{function}: backend {name!r} cannot run this call:",
+                *lines,
+                "Pass backend='auto' to let the library choose.",
+            ]
+        )
+    )

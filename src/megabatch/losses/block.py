@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .state import State
 
-
 _NOTHING = torch.empty(0)
 
 

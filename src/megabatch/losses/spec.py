@@ -27,6 +27,11 @@ class Spec:
     targets: bool = True
 
     @property
+    def two_sided(self) -> bool:
+        """Every tile is about its columns as much as about its rows."""
+        return self.columns or self.symmetric
+
+    @property
     def directions(self) -> int:
         return 2 if self.columns else 1
 

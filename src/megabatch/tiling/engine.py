@@ -4,12 +4,13 @@ Letters: x a row's features as the products take them; A the sum over its column
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..losses.block import Block
+from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State, fields
 from .call import Call, Inputs
@@ -23,21 +24,21 @@ class Outputs(NamedTuple):
     Attributes:
         value: The loss: 0-d, or one per row.
         stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
-        rows, columns: What the backward must know of every row and column: see `REMEMBERED`.
-        sums: Of slope * x.y and of the slope, where the forward walk computed them.
-        kept: Logits of tiles, or the features' gradients up to a factor; nothing by default where two walks are made.
+        rows, columns: What a backward walk must know of every row and column: `remembered_fields`.
+        scalars: Gradients of scale and bias, and whether they and those of the features, in `kept`, are there already.
+        kept: The features' gradients, or the logits that the plan keeps for a backward walk.
     """
 
     value: Tensor
     stats: Tensor
     rows: Tensor
     columns: Tensor
-    sums: Tensor
+    scalars: Tensor
     kept: Tensor
 
     def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """A plain one, as operators return it."""
-        return self.value, self.stats, self.rows, self.columns, self.sums, self.kept
+        return self.value, self.stats, self.rows, self.columns, self.scalars, self.kept
 
 
 class Gradients(NamedTuple):
@@ -67,11 +68,13 @@ def forward(inputs: Inputs, call: Call) -> Outputs:
     columns = rows if job.spec.symmetric else State.neutral(names, job.num_columns, job.device)
     attach(job.rows, "state", rows)
     attach(job.columns, "state", columns)
-    kept = _fold_and_push(job) if job.plan.passes == 1 else _fold(job)
+    if job.plan.passes == 1:
+        kept, scalars = _fold_and_push(job, rows)
+    else:
+        kept, scalars = _fold(job), rows.table.new_zeros(3)
     value, stats = _reduce(job, rows, columns)
-    sums = torch.tensor([job.backend.scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
-    remembered = [_remember(job.spec, side) for side in ([rows, columns] if job.spec.columns else [rows])]
-    return Outputs(value, stats, remembered[0], remembered[1] if job.spec.columns else sums.new_empty(0, 0), sums, kept)
+    of_columns = _remember(job.spec, columns) if job.spec.columns else scalars.new_empty(0, 0)
+    return Outputs(value, stats, _remember(job.spec, rows), of_columns, scalars, kept)
 
 
 def _fold(job: Job) -> Tensor:
@@ -94,44 +97,79 @@ def _push(job: Job, kept: Tensor) -> None:
         job.backend.push(tile, slots[index] if index < len(slots) else None)
 
 
-def _fold_and_push(job: Job) -> Tensor:
-    """Both in one walk: a strip is pushed while its logits are at hand. Returns the gradients, up to a factor."""
+def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
+    """Both in one walk: tiles are pushed as soon as their rows are complete, while their logits are at hand."""
     gradients = job.attach_gradients_in_one()
-    attach(job.rows, "pull", job.weights(job.rows))
-    attach(job.rows, "log_sum_exp", torch.zeros(job.num_rows, dtype=torch.float64, device=job.device))
+    for side in (job.rows, job.columns)[: job.spec.directions]:
+        attach(side, "pull", job.weights(side).clone())
+        attach(side, "log_sum_exp", torch.zeros_like(job.weights(side)))
     _, slots = job.new_slots()
-    for strip in job.strips(("features", "ids"), ("state",)):
-        # A tile of sigmoids is complete by itself, and one slot serves all; a softmax needs its whole strip.
-        for group in [[tile] for tile in strip] if job.spec.link == "sigmoid" else [strip]:
-            for tile, slot in zip(group, slots, strict=True):
-                job.backend.fold(tile, slot)
-            if job.spec.link == "softmax":
-                group[0].rows.log_sum_exp.copy_(group[0].rows.state.log_sum_exp(job.spec))
-            for tile, slot in zip(group, slots, strict=True):
-                job.backend.push(tile, slot, last=True)
-    return gradients
+    for group, complete in _groups(job):
+        for tile, slot in zip(group, slots, strict=True):
+            job.backend.fold(tile, slot)
+        for block in complete:
+            block.log_sum_exp.copy_(block.state.log_sum_exp(job.spec))
+            block.pull.copy_(block.state.weights(job.spec, block.pull))
+        for tile, slot in zip(group, slots, strict=True):
+            job.backend.push(tile, slot, last=True)
+    factor = torch.ones_like(rows.table[0, 0]) / job.spec.directions
+    if job.call.reduction == "mean":
+        factor = factor / _denominator(job, rows)
+    scale, bias = _finish(job, factor)
+    return gradients, torch.stack([scale, bias, torch.ones_like(bias)])
+
+
+def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
+    """The tiles that are folded before any of them can be pushed, and the rows that are complete then."""
+    strips = job.strips(("features", "ids"), ("state",))
+    if job.spec.link == "sigmoid":  # a tile at a time: a pair is complete by itself
+        yield from (([tile], []) for strip in strips for tile in strip)
+    elif job.spec.two_sided:  # the whole plane, a small one
+        blocks = job.rows + job.columns if job.spec.columns else job.rows
+        yield [tile for strip in strips for tile in strip], blocks
+    else:
+        yield from ((strip, [strip[0].rows]) for strip in strips)
 
 
 def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
     """The gradient of every input that needs one, from what the forward left."""
+    if outputs.scalars[2].item():
+        return _multiplied(inputs, call, upstream, outputs)
     job = Job(inputs, call)
     names = remembered_fields(job.spec)
     rows = State(names, outputs.rows)
-    factor = upstream.double() if call.reduction == "sum" else upstream.double() / _denominator(job, rows)
-    if job.plan.passes == 1:
-        job.attach_gradients_in_one(outputs.kept)
-        sums = outputs.sums
-    else:
-        largest = _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
-        factor = largest if call.reduction == "none" else factor
-        _push(job, outputs.kept)
-        sums = outputs.sums.new_tensor([job.backend.scale_sum, job.backend.bias_sum])
-    return _finish(job, factor / job.spec.directions, sums)
+    factor = _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
+    if call.reduction == "mean":
+        factor = factor / _denominator(job, rows)
+    _push(job, outputs.kept)
+    scalars = _finish(job, factor / job.spec.directions)
+    features = [block.grad for block, _ in job.features() if block.grad is not None]
+    return _gradients(inputs, call, features, scalars)
+
+
+def _multiplied(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
+    """The forward's gradients times what the caller makes of the loss."""
+    needed = [x for x, need in zip(inputs[:3], call.needs, strict=False) if x is not None and need]
+    parts = torch.split(outputs.kept, [x.numel() for x in needed])
+    upstream = upstream.to(outputs.kept.dtype)
+    features = [part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True)]
+    return _gradients(inputs, call, features, outputs.scalars[:2] * upstream)
+
+
+def _gradients(inputs: Inputs, call: Call, features: list[Tensor], scalars: Tensor) -> Gradients:
+    """One rounding to the dtype of each input; no two of them share memory."""
+    found = iter([*features, *(scalar for scalar, need in zip(scalars, call.needs[3:], strict=True) if need)])
+    given = zip(inputs[:5], call.needs, strict=True)
+    return Gradients(*(_like(next(found), x) if x is not None and need else None for x, need in given))
+
+
+def _like(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.to(x, copy=gradient.dim() == 0).view(x.shape)
 
 
 def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Tensor:
-    """Give every row d value / d (its loss), up to a factor; return the factor for reduction "none"."""
-    largest = upstream.new_ones((), dtype=torch.float64)
+    """Give every row d value / d (its loss), up to the factor that is returned."""
+    factor = upstream.double()
     for side, state in [(job.rows, rows), (job.columns, columns)][: job.spec.directions]:
         pull = job.weights(side)
         if job.spec.link == "softmax":
@@ -140,54 +178,44 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Te
             pull = state.weights(job.spec, pull)
         if job.call.reduction == "none":
             pull = pull * upstream.double()
-            largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-            pull = pull / largest
+            factor = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+            pull = pull / factor
         attach(side, "pull", pull)
-    return largest
+    return factor
 
 
-def _finish(job: Job, factor: Tensor, sums: Tensor) -> Gradients:
-    """From sums of slopes to gradients: the common factor, the scale, the way back through the normalisation."""
-    scale, bias = job.inputs.scale, job.inputs.bias
-    scale_sum = sums[0] if job.sums_slopes or not job.call.needs.scale else _scale_sum(job)
-    scale_sum, bias_sum = job.ring.total(factor * torch.stack([scale_sum, sums[1]]))
+def _finish(job: Job, factor: Tensor) -> Tensor:
+    """From sums of slopes to gradients, in place, and those of scale and bias, which are returned."""
+    scale_sum = job.backend.scale_sum
+    if job.call.needs.scale and not job.sums_slopes:
+        scale_sum = _scale_sum(job)
+    scalars = factor * torch.tensor([scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
     # With a group, trainers average gradients over its ranks.
     coefficient = (factor * job.scale * job.ring.size).to(job.compute)
-    features = [_feature_gradient(job, block, coefficient) if need else None for block, need in job.features()]
-    first, second, extra = features + [None] * (3 - len(features))
-    return Gradients(
-        first,
-        second,
-        extra,
-        scale=scale_sum.to(scale, copy=True).view(scale.shape) if job.call.needs.scale else None,
-        bias=bias_sum.to(bias, copy=True).view(bias.shape) if bias is not None and job.call.needs.bias else None,
-    )
+    for block, _ in job.features():
+        if block.inverse_norm is not None and block.grad is not None:
+            for strip in block.strips(STRIP):
+                _back_through_normalisation(job, strip)
+        if block.grad is not None:
+            block.grad.mul_(coefficient)
+    return job.ring.total(scalars)
 
 
-def _scale_sum(job: Job) -> Tensor:
+def _back_through_normalisation(job: Job, strip: Block) -> None:
+    assert strip.grad is not None
+    assert strip.inverse_norm is not None
+    x = _as_multiplied(job, strip)
+    along = torch.linalg.vecdot(x, strip.grad)[:, None]
+    strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
+
+
+def _scale_sum(job: Job) -> float:
     """sum(slope * x.y) = sum(x.A) over either side; a symmetric plane is summed twice over."""
-    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    total = 0.0
     for strip in strips_of(job.scale_side(), STRIP):
         assert strip.grad is not None
-        total += torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64)
+        total += torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64).item()
     return total / 2 if job.spec.symmetric else total
-
-
-def _feature_gradient(job: Job, block: Block, coefficient: Tensor) -> Tensor:
-    """coefficient * A, in the features' dtype; in place where A is nobody else's."""
-    assert block.grad is not None
-    in_place = job.plan.passes == 2 and block.features.dtype == job.compute
-    out = block.grad if in_place else torch.empty_like(block.features, memory_format=torch.contiguous_format)
-    if block.inverse_norm is None and out.dtype == job.compute:
-        return torch.mul(block.grad, coefficient, out=out)
-    for strip, part in zip(block.strips(STRIP), torch.split(out, STRIP), strict=True):
-        assert strip.grad is not None
-        grad = strip.grad * coefficient
-        if strip.inverse_norm is not None:
-            x = _as_multiplied(job, strip)
-            grad.addcmul_(x, torch.linalg.vecdot(x, grad)[:, None], value=-1).mul_(strip.inverse_norm[:, None])
-        part.copy_(grad)
-    return out
 
 
 def _as_multiplied(job: Job, block: Block) -> Tensor:
@@ -225,7 +253,9 @@ def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
     right = [side["best_positive"] >= side["best"] for side in sides]
-    sums = [(weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])]
+    sums = [
+        (weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])
+    ]
     totals = job.ring.total(torch.stack([weight.sum(), *sums]))
     means = torch.where(totals[0] == 0, 0.0, totals[1:] / totals[0])
     return torch.cat([mean[None], means[3:].mean()[None], means])

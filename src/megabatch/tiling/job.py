@@ -103,7 +103,11 @@ class Job:
     @cached_property
     def _weight(self) -> Tensor:
         weight = self.inputs.weight
-        return self.inputs.first.new_ones(len(self.inputs.first), dtype=torch.float64) if weight is None else weight.double()
+        return (
+            self.inputs.first.new_ones(len(self.inputs.first), dtype=torch.float64)
+            if weight is None
+            else weight.double()
+        )
 
     # ---- decisions
 
@@ -128,9 +132,8 @@ class Job:
         )
 
     def _one_pass(self) -> bool:
-        """Whether the forward walk may compute gradients: then a strip of rows is complete when it is left."""
-        one_sided = not (self.spec.columns or self.spec.symmetric)
-        return any(self.call.needs) and one_sided and self.call.reduction != "none" and self.ring.size == 1
+        """Whether the forward walk may compute gradients: what the caller makes of the loss is one factor then."""
+        return any(self.call.needs) and self.call.reduction != "none" and self.ring.size == 1
 
     def _sums_slopes(self, product: torch.dtype | None) -> bool:
         """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
@@ -180,12 +183,11 @@ class Job:
             if need:
                 block.grad = torch.zeros_like(block.features, dtype=self.compute, memory_format=torch.contiguous_format)
 
-    def attach_gradients_in_one(self, memory: Tensor | None = None) -> Tensor:
-        """The same in a single tensor, given or new."""
+    def attach_gradients_in_one(self) -> Tensor:
+        """The same, in a single tensor."""
         needed = [block for block, need in self.features() if need]
-        if memory is None:
-            size = sum(block.features.numel() for block in needed)
-            memory = torch.zeros(size, dtype=self.compute, device=self.device)
+        size = sum(block.features.numel() for block in needed)
+        memory = torch.zeros(size, dtype=self.compute, device=self.device)
         for block, part in zip(needed, torch.split(memory, [block.features.numel() for block in needed]), strict=True):
             block.grad = part.view(block.features.shape)
         return memory

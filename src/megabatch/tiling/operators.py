@@ -60,7 +60,7 @@ def _(
         stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
         rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
         columns=first.new_empty((fields, num_rows) if call.spec.columns else (0, 0), dtype=torch.float64),
-        sums=first.new_empty(2, dtype=torch.float64),
+        scalars=first.new_empty(3, dtype=torch.float64),
         kept=first.new_empty(kept, dtype=compute),
     )
     return outputs.as_tuple()
@@ -71,7 +71,7 @@ def contrast_backward(
     upstream: Tensor,
     rows: Tensor,
     columns: Tensor,
-    sums: Tensor,
+    scalars: Tensor,
     kept: Tensor,
     first: Tensor,
     second: Tensor | None,
@@ -87,7 +87,7 @@ def contrast_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of first, second, extra, scale and bias; empty where none is needed."""
     inputs = Inputs(first, second, extra, scale, bias, first_ids, second_ids, extra_ids, positives, weight)
-    outputs = engine.Outputs(upstream, upstream, rows, columns, sums, kept)
+    outputs = engine.Outputs(upstream, upstream, rows, columns, scalars, kept)
     with torch.autocast(first.device.type, enabled=False):
         gradients = engine.backward(inputs, Call.decode(call), upstream, outputs)
     return gradients.as_tuple(first)
@@ -98,7 +98,7 @@ def _(
     upstream: Tensor,
     rows: Tensor,
     columns: Tensor,
-    sums: Tensor,
+    scalars: Tensor,
     kept: Tensor,
     first: Tensor,
     second: Tensor | None,
@@ -114,7 +114,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     needs = Call.decode(code).needs
     inputs = (first, second, extra, scale, bias)
-    gradients = [x.new_empty(x.shape) if x is not None and need else None for x, need in zip(inputs, needs, strict=True)]
+    gradients = [
+        x.new_empty(x.shape) if x is not None and need else None for x, need in zip(inputs, needs, strict=True)
+    ]
     return engine.Gradients(*gradients).as_tuple(first)
 
 

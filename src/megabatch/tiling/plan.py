@@ -11,13 +11,15 @@ MIB = 2**20
 # What a call takes if the caller names no budget; the products' own buffers and the O(N) vectors come on top.
 DEFAULT_BUDGET = 48 * MIB
 SMALLEST_SIDE = 16
+SMALL_PLANE = 4 * MIB
 # A strip this low still multiplies at nearly full speed.
 USEFUL_HEIGHT = 128
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the plan must know of a call's tensors: rows and columns of the plane by block, width, and sizes in bytes."""
+    """What the plan must know of a call: rows and columns of the plane by block, width, bytes of an element,
+    whether features are copied strip by strip, and threads."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -50,7 +52,13 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
     spec, total_columns = call.spec, sum(shape.columns)
     if one_pass and spec.link == "sigmoid":
         return Plan(rows, columns, passes=1, kept=1)
-    if one_pass:
+    if one_pass and spec.two_sided:
+        whole = rows >= max(shape.rows) and columns >= max(shape.columns)
+        tiles = _num_tiles(call, shape, rows, columns)
+        memory = tiles * rows * columns * shape.element + working_bytes(call, shape, rows, columns)
+        if whole and _small(shape) and memory <= budget:
+            return Plan(rows, columns, passes=1, kept=tiles)
+    elif one_pass:
         spare = budget - working_bytes(call, shape, rows, columns)
         height = min(rows, spare // (shape.element * total_columns))
         wanted = min(rows, USEFUL_HEIGHT)
@@ -105,10 +113,17 @@ def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
 def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
     """The sides that ran fastest, as far as the plane reaches."""
     side = 2048 if shape.width >= 128 else 512
+    if call.spec.symmetric and _small(shape):
+        return max(shape.rows), max(shape.rows)
     if call.spec.symmetric:
         # A diagonal tile is computed whole though half of it would do: more strips, less waste.
         return (min(side, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
     return (side // 2 if shape.threads > 1 else side // 4), side
+
+
+def _small(shape: Shape) -> bool:
+    """Whether a plane is so small that its logits are kept for the moment between fold and push, whatever the loss."""
+    return sum(shape.rows) * sum(shape.columns) * shape.element <= SMALL_PLANE
 
 
 def _even(length: int, side: int) -> int:
