@@ -85,11 +85,10 @@ class Eager:
             logits, shift = self._logits(tile, None), math.nan
         else:
             logits, shift = _shaped(kept.buffer, tile.shape), kept.shift
-            if not last:
-                logits = self._buffer("logits", tile.shape).copy_(logits)
         fresh = kept is None
         scratch = self._buffer("scratch", tile.shape)
-        slope = self._link.slope(tile, logits, scratch, shift, fresh)
+        out = logits if fresh or last else self._buffer("logits", tile.shape)
+        slope = self._link.slope(tile, logits, scratch, shift, fresh, out)
         if self.spec.link == "sigmoid":
             self.bias_sum += slope.sum(1).sum(dtype=torch.float64).item()
         if self.sums_slopes:

@@ -48,13 +48,12 @@ class _Link:
         self, tile: Tile, values: Tensor, same: Tensor | None, side: str, scratch: Tensor
     ) -> dict[str, Tensor]:
         """Sum and number of every row's (or column's) positives, targets not included."""
-        total = torch.zeros(tile.shape[1 - AXIS[side]], dtype=torch.float64, device=values.device)
-        count = torch.zeros_like(total)
         mask = self._positive_mask(same)
-        if mask is not None:
-            total += torch.where(mask, values, values.new_zeros(()), out=scratch).sum(AXIS[side])
-            count += mask.sum(AXIS[side])
-        return {"positive": total, "count": count}
+        if mask is None:
+            nothing = torch.zeros(tile.shape[1 - AXIS[side]], dtype=torch.float64, device=values.device)
+            return {"positive": nothing, "count": nothing}
+        total = torch.where(mask, values, values.new_zeros(()), out=scratch).sum(AXIS[side])
+        return {"positive": total.double(), "count": mask.sum(AXIS[side]).double()}
 
     def _at_targets(self, tile: Tile, values: Tensor) -> Tensor:
         """Of every row, the value at its target, or at any column where its target is not here."""
@@ -66,13 +65,13 @@ class _Link:
         if tile.targets is None:
             return
         column, here = tile.targets
-        found, one = torch.where(here, logits, 0.0), here.double()
+        found = torch.where(here, logits, 0.0)
         if side == "rows":
-            piece["positive"] += found
-            piece["count"] += one
+            piece["positive"] = piece["positive"] + found
+            piece["count"] = piece["count"] + here
         else:
-            piece["positive"].index_add_(0, column, found)
-            piece["count"].index_add_(0, column, one)
+            piece["positive"] = piece["positive"].index_add(0, column, found)
+            piece["count"] = piece["count"].index_add(0, column, here.double())
 
     def _best(self, tile: Tile, logits: Tensor, same: Tensor | None, side: str, scratch: Tensor) -> dict[str, Tensor]:
         """Largest logit of every row (or column), and of its positives."""
@@ -114,7 +113,7 @@ class Softmax(_Link):
         logits.exp_()
         at_targets = self._as_summed(tile, at_targets, logits)
         for side in sides:
-            self._complete(pieces[side], tile, side, at_targets, logits, logits.new_full((1,), shift))
+            self._complete(pieces[side], tile, side, at_targets, logits, shift)
         if not all(_sound(piece["total"]) for piece in pieces.values()):
             shift = math.nan
             logits = again()
@@ -150,37 +149,42 @@ class Softmax(_Link):
         return torch.where(powers >= SMALLEST_TOTAL, powers.log(), at_targets)
 
     def _complete(
-        self, piece: dict[str, Tensor], tile: Tile, side: str, at_targets: Tensor, exponentials: Tensor, shift: Tensor
+        self,
+        piece: dict[str, Tensor],
+        tile: Tile,
+        side: str,
+        at_targets: Tensor,
+        exponentials: Tensor,
+        shift: Tensor | float,
     ) -> None:
         """Add the exponentials to a piece, and the shift to the sums of what was shifted."""
         self._add_targets(tile, side, piece, at_targets)
         piece["total"] = exponentials.sum(AXIS[side])
-        shift = shift.double()
-        piece["shift"] = shift.expand(len(piece["total"]))
-        finite = shift.clamp_min(torch.finfo(torch.float64).min)  # where nothing counts, counts are 0 and so is this
-        piece["positive"].addcmul_(finite, piece["count"])
-        if self.spec.smoothing:
-            piece["everything"].addcmul_(finite, piece["valid"])
+        piece["shift"] = torch.full_like(piece["count"], shift) if isinstance(shift, float) else shift.double()
+        if isinstance(shift, Tensor) or shift:
+            finite = piece["shift"].clamp_min(torch.finfo(torch.float64).min)  # where nothing counts, counts are 0
+            piece["positive"] = piece["positive"] + finite * piece["count"]
+            if self.spec.smoothing:
+                piece["everything"] = piece["everything"] + finite * piece["valid"]
 
-    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
+    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool, out: Tensor) -> Tensor:
         """Turn S (or, with a shift, exp(S - shift)) into G = pull * (p - aim), of the rows and of the columns."""
-        spec = self.spec
         same = self.same(tile)
         if fresh:
             self.hide(tile, logits, same)
-        blocks = [tile.rows, tile.columns] if spec.two_sided else [tile.rows]
+        blocks = [tile.rows, tile.columns] if self.spec.two_sided else [tile.rows]
         if math.isnan(shift):
             low, high = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
             if max(high) - min(low) <= WIDEST_SPREAD:
                 shift = _shift(max(high), (max(high) + min(low)) / 2)
-                (logits.sub_(shift) if shift else logits).exp_()
+                logits = torch.exp(torch.sub(logits, shift, out=out) if shift else logits, out=out)
         if math.isnan(shift):
-            _own_slopes(blocks, logits, scratch)
+            _own_slopes(blocks, logits, scratch, out)
         else:
             factors = [block.pull * (shift - block.log_sum_exp).exp() for block in blocks]
-            logits.mul_(_outer(factors, scratch))
-        self._subtract_aim(tile, blocks, logits, scratch, same)
-        return logits
+            torch.mul(logits, _outer(factors, scratch), out=out)
+        self._subtract_aim(tile, blocks, out, scratch, same)
+        return out
 
     def _subtract_aim(
         self, tile: Tile, blocks: list[Block], slope: Tensor, scratch: Tensor, same: Tensor | None
@@ -219,14 +223,15 @@ class Sigmoid(_Link):
         rows.merge(piece | {"total": scratch.sum(1)})
         return math.nan
 
-    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool) -> Tensor:
+    def slope(self, tile: Tile, logits: Tensor, scratch: Tensor, shift: float, fresh: bool, out: Tensor) -> Tensor:
+        """Turn S, as `fold` leaves it or fresh, into G."""
         same = self.same(tile)
         if fresh:
             self.hide(tile, logits, same)
             self._negate_positives(tile, logits, same)
-        logits.sigmoid_()
-        self._negate_positives(tile, logits, same)
-        return logits.mul_(tile.rows.pull.to(logits.dtype)[:, None])
+        torch.sigmoid(logits, out=out)
+        self._negate_positives(tile, out, same)
+        return out.mul_(tile.rows.pull.to(out.dtype)[:, None])
 
     def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
         if tile.targets is not None:
@@ -260,14 +265,14 @@ def _outer(vectors: list[Tensor], scratch: Tensor) -> Tensor:
     return rows if len(vectors) == 1 else torch.add(rows, vectors[1].to(scratch.dtype), out=scratch)
 
 
-def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor) -> None:
+def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor, out: Tensor) -> None:
     """pull * p with a shift for every row and one for every column: two exponentials per logit, for any spread."""
-    slopes: list[Tensor] = []
-    for block, shape in zip(blocks, [(-1, 1), (1, -1)], strict=False):
+    for block, shape, target in zip(blocks, [(-1, 1), (1, -1)], [scratch, out], strict=False):
         shift = block.log_sum_exp.round()  # whole, for the reason given in `_shift`
         factor = block.pull * (shift - block.log_sum_exp).exp()
-        out = logits if len(slopes) == len(blocks) - 1 else scratch
-        slope = torch.sub(logits, shift.to(logits.dtype).view(shape), out=out).exp_()
-        slopes.append(slope.mul_(factor.to(logits.dtype).view(shape)))
-    if len(slopes) == 2:
-        logits.add_(scratch)
+        torch.sub(logits, shift.to(logits.dtype).view(shape), out=target).exp_()
+        target.mul_(factor.to(logits.dtype).view(shape))
+    if len(blocks) == 1:
+        out.copy_(scratch)
+    else:
+        out.add_(scratch)

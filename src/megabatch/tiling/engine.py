@@ -73,8 +73,8 @@ def forward(inputs: Inputs, call: Call) -> Outputs:
     else:
         kept, scalars = _fold(job), rows.table.new_zeros(3)
     value, stats = _reduce(job, rows, columns)
-    of_columns = _remember(job.spec, columns) if job.spec.columns else scalars.new_empty(0, 0)
-    return Outputs(value, stats, _remember(job.spec, rows), of_columns, scalars, kept)
+    of_columns = _remember(job, columns) if job.spec.columns else scalars.new_empty(0, 0)
+    return Outputs(value, stats, _remember(job, rows), of_columns, scalars, kept)
 
 
 def _fold(job: Job) -> Tensor:
@@ -102,21 +102,20 @@ def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
     gradients = job.attach_gradients_in_one()
     for side in (job.rows, job.columns)[: job.spec.directions]:
         attach(side, "pull", job.weights(side).clone())
-        attach(side, "log_sum_exp", torch.zeros_like(job.weights(side)))
+        attach(side, "log_sum_exp", torch.empty_like(job.weights(side)))
     _, slots = job.new_slots()
     for group, complete in _groups(job):
         for tile, slot in zip(group, slots, strict=True):
             job.backend.fold(tile, slot)
         for block in complete:
             block.log_sum_exp.copy_(block.state.log_sum_exp(job.spec))
-            block.pull.copy_(block.state.weights(job.spec, block.pull))
+            if not job.spec.targets:
+                block.pull.copy_(block.state.weights(job.spec, block.pull))
         for tile, slot in zip(group, slots, strict=True):
             job.backend.push(tile, slot, last=True)
-    factor = torch.ones_like(rows.table[0, 0]) / job.spec.directions
-    if job.call.reduction == "mean":
-        factor = factor / _denominator(job, rows)
-    scale, bias = _finish(job, factor)
-    return gradients, torch.stack([scale, bias, torch.ones_like(bias)])
+    factor = 1 / job.spec.directions / (_denominator(job, rows) if job.call.reduction == "mean" else 1)
+    scalars = _finish(job, factor)
+    return gradients, torch.cat([scalars, torch.ones_like(scalars[:1])])
 
 
 def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
@@ -184,14 +183,14 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Te
     return factor
 
 
-def _finish(job: Job, factor: Tensor) -> Tensor:
+def _finish(job: Job, factor: Tensor | float) -> Tensor:
     """From sums of slopes to gradients, in place, and those of scale and bias, which are returned."""
     scale_sum = job.backend.scale_sum
     if job.call.needs.scale and not job.sums_slopes:
         scale_sum = _scale_sum(job)
     scalars = factor * torch.tensor([scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
     # With a group, trainers average gradients over its ranks.
-    coefficient = (factor * job.scale * job.ring.size).to(job.compute)
+    coefficient = factor * job.scale * job.ring.size
     for block, _ in job.features():
         if block.inverse_norm is not None and block.grad is not None:
             for strip in block.strips(STRIP):
@@ -227,25 +226,24 @@ def _as_multiplied(job: Job, block: Block) -> Tensor:
 
 
 def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor]:
-    weight = job.weights(job.rows)
-    losses = weight * rows.losses(job.spec)
+    losses = rows.losses(job.spec)
     if job.spec.columns:
-        losses = (losses + weight * columns.losses(job.spec)) / 2
-    total, denominator = job.ring.total(torch.stack([losses.sum(), _weight_sum(job, rows)]))
-    mean = torch.where(denominator == 0, 0.0, total / denominator)
+        losses = (losses + columns.losses(job.spec)) / 2
+    if job.inputs.weight is not None:
+        losses = losses * job.weights(job.rows)
+    total = job.ring.total(losses.sum())
+    mean = total / _denominator(job, rows)
     value = {"mean": mean, "sum": total, "none": losses}[job.call.reduction]
     stats = _statistics(job, rows, columns, mean) if job.call.stats else mean.new_zeros(NUM_STATS)
     return value.to(job.compute), stats
 
 
-def _weight_sum(job: Job, rows: State) -> Tensor:
-    return rows.weights(job.spec, job.weights(job.rows)).sum()
-
-
-def _denominator(job: Job, rows: State) -> Tensor:
-    """What the mean divides by; anything but 0 where no row has a positive, for then every slope is 0."""
-    total = job.ring.total(_weight_sum(job, rows))
-    return total if job.spec.targets else torch.where(total == 0, 1.0, total)
+def _denominator(job: Job, rows: State) -> float:
+    """What the mean divides by: the weight of all rows that have a loss. 1 where none has, and every loss is 0."""
+    if job.spec.targets and job.inputs.weight is None:
+        return job.num_rows * job.ring.size
+    total = job.ring.total(rows.weights(job.spec, job.weights(job.rows)).sum()).item()
+    return total or 1.0
 
 
 def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
@@ -270,7 +268,8 @@ def remembered_fields(spec: Spec) -> tuple[str, ...]:
     return ("log_sum_exp", "count", "valid") if spec.smoothing else ("log_sum_exp", "count")
 
 
-def _remember(spec: Spec, state: State) -> Tensor:
-    names = remembered_fields(spec)
-    vectors = [state.log_sum_exp(spec) if name == "log_sum_exp" else state[name] for name in names]
-    return torch.stack(vectors) if vectors else state.table.new_empty(0, 0)
+def _remember(job: Job, state: State) -> Tensor:
+    names = remembered_fields(job.spec)
+    if job.plan.passes == 1 or not names:  # nobody will ask
+        return state.table.new_zeros(len(names), state.table.shape[1] if names else 0)
+    return torch.stack([state.log_sum_exp(job.spec) if name == "log_sum_exp" else state[name] for name in names])
