@@ -32,7 +32,8 @@ class _ContrastiveLoss(nn.Module):
         known = set(inspect.signature(self.function).parameters) - _OF_A_BATCH
         for option in options:
             if option not in known:
-                where = "Pass it to forward" if option in _OF_A_BATCH else f"Known are: {', '.join(sorted(known))}"
+                in_forward = option in inspect.signature(self.forward).parameters
+                where = "Pass it to forward" if in_forward else f"Known are: {', '.join(sorted(known))}"
                 raise TypeError(f"{name}: {option} must be an option of {self.function.__name__}. {where}.")
         if init_logit_scale is not None and not (init_logit_scale > 0 and math.isfinite(init_logit_scale)):
             raise ValueError(f"{name}: the scale must be positive and finite, got {init_logit_scale}.")

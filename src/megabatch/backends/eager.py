@@ -112,6 +112,9 @@ class Eager:
             torch.mul(self._multiply_features(tile, self._buffer("products", tile.shape)), self.scale, out=out)
         else:
             self._multiply_features(tile, out, alpha=self.scale)
+        if tile.diagonal:
+            # Products round (i, j) and (j, i) differently, but row i's total has one and column i's slope the other.
+            torch.mul(torch.add(out, out.T, out=self._buffer("scratch", tile.shape)), 0.5, out=out)
         return out.add_(self.bias) if self.bias else out
 
     def _multiply_features(self, tile: Tile, out: Tensor, alpha: float = 1.0) -> Tensor:

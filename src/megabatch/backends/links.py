@@ -52,8 +52,8 @@ class _Link:
         if mask is None:
             nothing = torch.zeros(tile.shape[1 - AXIS[side]], dtype=torch.float64, device=values.device)
             return {"positive": nothing, "count": nothing}
-        total = torch.where(mask, values, values.new_zeros(()), out=scratch).sum(AXIS[side])
-        return {"positive": total.double(), "count": mask.sum(AXIS[side]).double()}
+        total = torch.where(mask, values, values.new_zeros(()), out=scratch).sum(AXIS[side]).double()
+        return {"positive": total, "count": scratch.copy_(mask).sum(AXIS[side]).double()}
 
     def _at_targets(self, tile: Tile, values: Tensor) -> Tensor:
         """Of every row, the value at its target, or at any column where its target is not here."""
@@ -105,7 +105,7 @@ class Softmax(_Link):
         sides = self._sides(tile)
         extra = {side: self._best(tile, logits, same, side, scratch) if self.stats else {} for side in sides}
         peak = logits.amax().item()
-        shift = _shift(peak, peak)
+        shift = _shift(peak, peak, logits.dtype)
         if shift:
             logits.sub_(shift)
         at_targets = self._at_targets(tile, logits)
@@ -134,9 +134,9 @@ class Softmax(_Link):
         piece = self._positives(tile, shifted, same, side, scratch)
         if self.spec.smoothing:
             counts = shifted != -math.inf
-            piece["valid"] = counts.sum(AXIS[side]).double()
-            kept = torch.where(counts, shifted, shifted.new_zeros(()), out=scratch)
-            piece["everything"] = kept.sum(AXIS[side]).double()
+            piece["valid"] = scratch.copy_(counts).sum(AXIS[side]).double()
+            torch.where(counts, shifted, shifted.new_zeros(()), out=scratch)
+            piece["everything"] = scratch.sum(AXIS[side]).double()
         return piece
 
     def _as_summed(self, tile: Tile, at_targets: Tensor, exponentials: Tensor) -> Tensor:
@@ -176,12 +176,12 @@ class Softmax(_Link):
         if math.isnan(shift):
             low, high = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
             if max(high) - min(low) <= WIDEST_SPREAD:
-                shift = _shift(max(high), (max(high) + min(low)) / 2)
+                shift = _shift(max(high), (max(high) + min(low)) / 2, logits.dtype)
                 logits = torch.exp(torch.sub(logits, shift, out=out) if shift else logits, out=out)
         if math.isnan(shift):
             _own_slopes(blocks, logits, scratch, out)
         else:
-            factors = [block.pull * (shift - block.log_sum_exp).exp() for block in blocks]
+            factors = [block.pull * block.state.exponential(shift) for block in blocks]
             torch.mul(logits, _outer(factors, scratch), out=out)
         self._subtract_aim(tile, blocks, out, scratch, same)
         return out
@@ -198,7 +198,7 @@ class Softmax(_Link):
             share = shares[0] + shares[1][column] if len(shares) == 2 else shares[0]
             slope.scatter_add_(1, column[:, None], torch.where(here, -share, 0.0).to(slope.dtype)[:, None])
         if mask is not None:
-            slope.sub_(torch.mul(_outer(shares, scratch), mask, out=scratch))
+            slope.sub_(torch.where(mask, _outer(shares, scratch), slope.new_zeros(()), out=scratch))
         if smoothing:
             slope.sub_(_outer([smoothing * b.pull / b.state["valid"].clamp_min(1) for b in blocks], scratch))
             self.hide(tile, slope, same, 0.0)
@@ -218,7 +218,7 @@ class Sigmoid(_Link):
             columns.merge(self._best(tile, logits, same, "columns", scratch))
             piece |= self._positives(tile, logits, same, "rows", scratch)
             self._add_targets(tile, "rows", piece, self._at_targets(tile, logits))
-        self._negate_positives(tile, logits, same)
+        self._negate_positives(tile, logits, same, scratch)
         torch.ops.aten.softplus.out(logits, 1, 40, out=scratch)
         rows.merge(piece | {"total": scratch.sum(1)})
         return math.nan
@@ -228,22 +228,22 @@ class Sigmoid(_Link):
         same = self.same(tile)
         if fresh:
             self.hide(tile, logits, same)
-            self._negate_positives(tile, logits, same)
+            self._negate_positives(tile, logits, same, scratch)
         torch.sigmoid(logits, out=out)
-        self._negate_positives(tile, out, same)
+        self._negate_positives(tile, out, same, scratch)
         return out.mul_(tile.rows.pull.to(out.dtype)[:, None])
 
-    def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
+    def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None, scratch: Tensor) -> None:
         if tile.targets is not None:
             column, here = tile.targets
             found = values.gather(1, column[:, None])
             values.scatter_(1, column[:, None], torch.where(here[:, None], -found, found))
         mask = self._positive_mask(same)
         if mask is not None:
-            torch.where(mask, -values, values, out=values)
+            torch.where(mask, torch.neg(values, out=scratch), values, out=values)
 
 
-def _shift(highest: float, wanted: float) -> float:
+def _shift(highest: float, wanted: float, dtype: torch.dtype) -> float:
     """What to subtract from a tile's logits before their exponential: about `wanted`, or nothing where nothing will do.
 
     Whole numbers: one is subtracted without rounding from any logit near it, so a fitted positive cancels exactly, and
@@ -251,7 +251,7 @@ def _shift(highest: float, wanted: float) -> float:
     """
     if not math.isfinite(wanted) or -20 <= highest <= 60:
         return 0.0
-    return float(math.ceil(wanted))
+    return torch.tensor(math.ceil(wanted), dtype=dtype).item()
 
 
 def _sound(total: Tensor) -> bool:
@@ -268,8 +268,7 @@ def _outer(vectors: list[Tensor], scratch: Tensor) -> Tensor:
 def _own_slopes(blocks: list[Block], logits: Tensor, scratch: Tensor, out: Tensor) -> None:
     """pull * p with a shift for every row and one for every column: two exponentials per logit, for any spread."""
     for block, shape, target in zip(blocks, [(-1, 1), (1, -1)], [scratch, out], strict=False):
-        shift = block.log_sum_exp.round()  # whole, for the reason given in `_shift`
-        factor = block.pull * (shift - block.log_sum_exp).exp()
+        shift, factor = block.state["shift"], block.pull / block.state["total"]
         torch.sub(logits, shift.to(logits.dtype).view(shape), out=target).exp_()
         target.mul_(factor.to(logits.dtype).view(shape))
     if len(blocks) == 1:

@@ -13,7 +13,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass
 class Block:
-    """Rows of one side. Every tensor has one entry per row; `log_sum_exp`, `pull` and `grad` come with the gradients.
+    """Rows of one side. Every tensor has one entry per row; `pull` and `grad` come with the gradients.
 
     Attributes:
         features: `[n, D]`, as the caller gave them.
@@ -23,7 +23,6 @@ class Block:
         targets_within: Bounds of `target` known without looking: (lowest, highest + 1).
         inverse_norm: What every row is multiplied by, in the features' own width: 1 / its length.
         state: What the rows have met so far.
-        log_sum_exp: Of all logits of a row.
         pull: d loss / d (loss of this row), up to a factor common to all rows.
         grad: `[n, D]` float32: d loss / d (scale * features), up to that factor, summed so far.
     """
@@ -35,7 +34,6 @@ class Block:
     targets_within: tuple[int, int] | None = None
     inverse_norm: Tensor | None = None
     state: State = field(default_factory=State.of_nothing)
-    log_sum_exp: Tensor = _NOTHING
     pull: Tensor = _NOTHING
     grad: Tensor | None = None
 
@@ -64,7 +62,7 @@ class Block:
     @cached_property
     def log_sum_exp_range(self) -> tuple[float, float]:
         """Smallest and largest, looked up once per strip: it decides which form of the slope is safe."""
-        low, high = self.log_sum_exp.aminmax()
+        low, high = (self.state["shift"] + self.state["total"].log()).aminmax()
         return low.item(), high.item()
 
 

@@ -83,9 +83,16 @@ class State:
         total.mul_((shift - anchor).exp_()).add_(piece["total"] * (piece["shift"] - anchor).exp_())
         shift.copy_(peak)
 
-    def log_sum_exp(self, spec: Spec) -> Tensor:
-        """Of every row's logits; 0 for a row that has met none."""
-        return self._unless_lonely(spec, "total", self["shift"] + self["total"].log())
+    def settle(self, spec: Spec) -> None:
+        """Give rows that have met nothing a sum of exponentials that can be divided by."""
+        if not spec.targets:
+            lonely = self["total"] == 0
+            self["shift"].masked_fill_(lonely, 0.0)
+            self["total"].masked_fill_(lonely, 1.0)
+
+    def exponential(self, shift: Tensor | float) -> Tensor:
+        """What turns exp(logit - shift) into a probability, in every row."""
+        return (shift - self["shift"]).exp_() / self["total"]
 
     def losses(self, spec: Spec) -> Tensor:
         """The loss of every row, unweighted; 0 for a row that has no positive."""
@@ -97,15 +104,15 @@ class State:
         if spec.smoothing:
             aim = (1 - spec.smoothing) * positive + spec.smoothing * self["everything"] / self["valid"]
         # shift and positive come from one tile and are close: their difference first, so that nothing cancels late.
-        return self._unless_lonely(spec, "count", (self["shift"] - aim) + self["total"].log())
+        return self._unless_lonely(spec, (self["shift"] - aim) + self["total"].log())
 
     def mean_positive(self, spec: Spec) -> Tensor:
         """Logit of every row's positives; 0 for a row that has none."""
-        return self._unless_lonely(spec, "count", self["positive"] / self["count"])
+        return self._unless_lonely(spec, self["positive"] / self["count"])
 
     def weights(self, spec: Spec, weight: Tensor) -> Tensor:
         """`weight`, but 0 for a row that has no positive and so no loss."""
-        return self._unless_lonely(spec, "count", weight)
+        return self._unless_lonely(spec, weight)
 
-    def _unless_lonely(self, spec: Spec, name: str, values: Tensor) -> Tensor:
-        return values if spec.targets else torch.where(self[name] == 0, 0.0, values)
+    def _unless_lonely(self, spec: Spec, values: Tensor) -> Tensor:
+        return values if spec.targets else torch.where(self["count"] == 0, 0.0, values)

@@ -4,7 +4,8 @@ Letters: x a row's features as the products take them; A the sum over its column
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State, fields
 from .call import Call, Inputs
-from .job import STRIP, Job, attach
+from .job import LONGEST_INVERSE, Job, attach, strip_height
+from .plan import Plan
 from .walk import strips_of
 
 
@@ -25,7 +27,7 @@ class Outputs(NamedTuple):
         value: The loss: 0-d, or one per row.
         stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
         rows, columns: What a backward walk must know of every row and column: `remembered_fields`.
-        scalars: Gradients of scale and bias, and whether they and those of the features, in `kept`, are there already.
+        scalars: Gradients of scale and bias, where the forward walk computed them, then the plan.
         kept: The features' gradients, or the logits that the plan keeps for a backward walk.
     """
 
@@ -71,7 +73,8 @@ def forward(inputs: Inputs, call: Call) -> Outputs:
     if job.plan.passes == 1:
         kept, scalars = _fold_and_push(job, rows)
     else:
-        kept, scalars = _fold(job), rows.table.new_zeros(3)
+        kept, scalars = _fold(job), rows.table.new_zeros(2)
+    scalars = torch.cat([scalars, scalars.new_tensor(job.plan.as_numbers())])
     value, stats = _reduce(job, rows, columns)
     of_columns = _remember(job, columns) if job.spec.columns else scalars.new_empty(0, 0)
     return Outputs(value, stats, _remember(job, rows), of_columns, scalars, kept)
@@ -80,7 +83,7 @@ def forward(inputs: Inputs, call: Call) -> Outputs:
 def _fold(job: Job) -> Tensor:
     """The first of two walks. Returns the logits that the plan keeps."""
     kept, slots = job.new_slots()
-    tiles = (tile for strip in job.strips(("features", "ids"), ("state",)) for tile in strip)
+    tiles = (tile for strip in job.strips(summed=("state",)) for tile in strip)
     for index, tile in enumerate(tiles):
         job.backend.fold(tile, slots[index] if index < len(slots) else None)
     kept[: len(slots)] = kept.new_tensor([slot.shift for slot in slots])
@@ -91,8 +94,7 @@ def _push(job: Job, kept: Tensor) -> None:
     """The second walk, over the same tiles in the same order."""
     job.attach_gradients()
     slots = job.slots(kept)
-    read = ("features", "ids", "state", "log_sum_exp", "pull")
-    tiles = (tile for strip in job.strips(read, ("grad",)) for tile in strip)
+    tiles = (tile for strip in job.strips(read=("state", "pull"), summed=("grad",)) for tile in strip)
     for index, tile in enumerate(tiles):
         job.backend.push(tile, slots[index] if index < len(slots) else None)
 
@@ -101,26 +103,23 @@ def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
     """Both in one walk: tiles are pushed as soon as their rows are complete, while their logits are at hand."""
     gradients = job.attach_gradients_in_one()
     for side in (job.rows, job.columns)[: job.spec.directions]:
-        attach(side, "pull", job.weights(side).clone())
-        attach(side, "log_sum_exp", torch.empty_like(job.weights(side)))
+        attach(side, "pull", job.weights(side) / job.largest_weight)
     _, slots = job.new_slots()
     for group, complete in _groups(job):
         for tile, slot in zip(group, slots, strict=True):
             job.backend.fold(tile, slot)
         for block in complete:
-            block.log_sum_exp.copy_(block.state.log_sum_exp(job.spec))
-            if not job.spec.targets:
-                block.pull.copy_(block.state.weights(job.spec, block.pull))
+            block.state.settle(job.spec)
+            block.pull = block.state.weights(job.spec, block.pull)
         for tile, slot in zip(group, slots, strict=True):
             job.backend.push(tile, slot, last=True)
-    factor = 1 / job.spec.directions / (_denominator(job, rows) if job.call.reduction == "mean" else 1)
-    scalars = _finish(job, factor)
-    return gradients, torch.cat([scalars, torch.ones_like(scalars[:1])])
+    factor = job.largest_weight / job.spec.directions
+    return gradients, _finish(job, factor / _denominator(job, rows) if job.call.reduction == "mean" else factor)
 
 
 def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
     """The tiles that are folded before any of them can be pushed, and the rows that are complete then."""
-    strips = job.strips(("features", "ids"), ("state",))
+    strips = job.strips(summed=("state",))
     if job.spec.link == "sigmoid":  # a tile at a time: a pair is complete by itself
         yield from (([tile], []) for strip in strips for tile in strip)
     elif job.spec.two_sided:  # the whole plane, a small one
@@ -132,9 +131,11 @@ def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
 
 def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
     """The gradient of every input that needs one, from what the forward left."""
-    if outputs.scalars[2].item():
+    # The forward's own plan: made anew, it might be another, for the number of threads may have changed.
+    plan = Plan.from_numbers(outputs.scalars[2:].tolist())
+    if plan.passes == 1:
         return _multiplied(inputs, call, upstream, outputs)
-    job = Job(inputs, call)
+    job = Job(inputs, call, plan)
     names = remembered_fields(job.spec)
     rows = State(names, outputs.rows)
     factor = _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
@@ -151,13 +152,14 @@ def _multiplied(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) 
     needed = [x for x, need in zip(inputs[:3], call.needs, strict=False) if x is not None and need]
     parts = torch.split(outputs.kept, [x.numel() for x in needed])
     upstream = upstream.to(outputs.kept.dtype)
-    features = [part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True)]
+    features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
     return _gradients(inputs, call, features, outputs.scalars[:2] * upstream)
 
 
-def _gradients(inputs: Inputs, call: Call, features: list[Tensor], scalars: Tensor) -> Gradients:
-    """One rounding to the dtype of each input; no two of them share memory."""
-    found = iter([*features, *(scalar for scalar, need in zip(scalars, call.needs[3:], strict=True) if need)])
+def _gradients(inputs: Inputs, call: Call, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
+    """One rounding to the dtype of each input, one after the other; no two of them share memory."""
+    needed = (scalar for scalar, need in zip(scalars, call.needs[3:], strict=True) if need)
+    found = chain(features, needed)
     given = zip(inputs[:5], call.needs, strict=True)
     return Gradients(*(_like(next(found), x) if x is not None and need else None for x, need in given))
 
@@ -173,14 +175,13 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Te
         pull = job.weights(side)
         if job.spec.link == "softmax":
             attach(side, "state", state)
-            attach(side, "log_sum_exp", state["log_sum_exp"])
             pull = state.weights(job.spec, pull)
+        largest = job.largest_weight
         if job.call.reduction == "none":
             pull = pull * upstream.double()
-            factor = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-            pull = pull / factor
-        attach(side, "pull", pull)
-    return factor
+            factor = largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+        attach(side, "pull", pull / largest)
+    return factor if job.call.reduction == "none" else factor * job.largest_weight
 
 
 def _finish(job: Job, factor: Tensor | float) -> Tensor:
@@ -193,7 +194,7 @@ def _finish(job: Job, factor: Tensor | float) -> Tensor:
     coefficient = factor * job.scale * job.ring.size
     for block, _ in job.features():
         if block.inverse_norm is not None and block.grad is not None:
-            for strip in block.strips(STRIP):
+            for strip in block.strips(strip_height(block.features)):
                 _back_through_normalisation(job, strip)
         if block.grad is not None:
             block.grad.mul_(coefficient)
@@ -205,13 +206,14 @@ def _back_through_normalisation(job: Job, strip: Block) -> None:
     assert strip.inverse_norm is not None
     x = _as_multiplied(job, strip)
     along = torch.linalg.vecdot(x, strip.grad)[:, None]
+    along.masked_fill_(strip.inverse_norm[:, None] >= LONGEST_INVERSE, 0.0)  # a length that was clamped is a constant
     strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
 
 
 def _scale_sum(job: Job) -> float:
     """sum(slope * x.y) = sum(x.A) over either side; a symmetric plane is summed twice over."""
     total = 0.0
-    for strip in strips_of(job.scale_side(), STRIP):
+    for strip in strips_of(job.scale_side(), strip_height(job.inputs.first)):
         assert strip.grad is not None
         total += torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64).item()
     return total / 2 if job.spec.symmetric else total
@@ -250,7 +252,9 @@ def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
     weight = rows.weights(job.spec, job.weights(job.rows))
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
-    right = [side["best_positive"] >= side["best"] for side in sides]
+    # Equal columns of different tiles may differ by a rounding or two: they still tie.
+    slack = 4 * torch.finfo(job.compute).eps
+    right = [side["best_positive"] >= side["best"] - slack * side["best"].abs() for side in sides]
     sums = [
         (weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])
     ]
@@ -265,11 +269,12 @@ def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
 def remembered_fields(spec: Spec) -> tuple[str, ...]:
     if spec.link == "sigmoid":
         return ()
-    return ("log_sum_exp", "count", "valid") if spec.smoothing else ("log_sum_exp", "count")
+    return ("shift", "total", "count", "valid") if spec.smoothing else ("shift", "total", "count")
 
 
 def _remember(job: Job, state: State) -> Tensor:
     names = remembered_fields(job.spec)
     if job.plan.passes == 1 or not names:  # nobody will ask
         return state.table.new_zeros(len(names), state.table.shape[1] if names else 0)
-    return torch.stack([state.log_sum_exp(job.spec) if name == "log_sum_exp" else state[name] for name in names])
+    state.settle(job.spec)
+    return torch.stack([state[name] for name in names])

@@ -14,10 +14,10 @@ from ..distributed.ring import Ring
 from ..losses.block import Block, Tile
 from ..losses.state import State
 from .call import Call, Inputs
-from .plan import Shape, make_plan
+from .plan import Plan, Shape, make_plan
 from .walk import walk
 
-STRIP = 2048  # rows at a time where features are read outside of tiles
+LONGEST_INVERSE = 1e12  # of a row's length, as torch.nn.functional.normalize
 _SEEN: set[str] = set()  # functions whose first batch was looked at
 
 
@@ -29,7 +29,7 @@ class Job:
         compute: dtype of logits, slopes and sums of gradients.
     """
 
-    def __init__(self, inputs: Inputs, call: Call) -> None:
+    def __init__(self, inputs: Inputs, call: Call, plan: Plan | None = None) -> None:
         self.inputs, self.call, self.spec = inputs, call, call.spec
         self.ring = Ring(call.group)
         self.ring.agree(
@@ -47,8 +47,8 @@ class Job:
         self.rows, self.columns = self._sides()
         self.num_rows, self.num_columns = sum(map(len, self.rows)), sum(map(len, self.columns))
         product = self._product()
-        self.plan = make_plan(call, self._shape(product), self._one_pass())
         self.sums_slopes = self._sums_slopes(product)
+        self.plan = plan or make_plan(call, self._shape(product), self._one_pass())
         self.backend: Eager = select(call.function, call.backend, self.device, inputs.first.dtype)(
             self.spec,
             self.scale,
@@ -109,6 +109,11 @@ class Job:
             else weight.double()
         )
 
+    @cached_property
+    def largest_weight(self) -> float:
+        """Pulls are divided by it, so that slopes are of size 1 whatever the weights."""
+        return 1.0 if self.inputs.weight is None else self._weight.amax().item()
+
     # ---- decisions
 
     def _product(self) -> torch.dtype | None:
@@ -128,6 +133,7 @@ class Job:
             width=self.inputs.first.shape[1],
             element=torch.finfo(self.compute).bits // 8,
             copied=any(block.features.dtype != wanted or block.inverse_norm is not None for block in blocks),
+            products=self.sums_slopes,
             threads=torch.get_num_threads() if self.device.type == "cpu" else 2,
         )
 
@@ -146,12 +152,13 @@ class Job:
 
     # ---- the walk
 
-    def strips(self, read: tuple[str, ...], summed: tuple[str, ...] = ()) -> Iterator[list[Tile]]:
-        """The tiles of the plane by strips of rows. `read` and `summed` name what travels with a column block."""
+    def strips(self, read: tuple[str, ...] = (), summed: tuple[str, ...] = ()) -> Iterator[list[Tile]]:
+        """The tiles of the plane by strips of rows. `read` and `summed` name what travels with a column block's rows."""
         if self.ring.size == 1:
             yield from walk(self.plan, self.rows, self.columns, self.spec.symmetric)
             return
         (home,) = self.columns
+        read = ("features", "ids", "inverse_norm", *read)
         held = {name: getattr(home, name) for name in read + summed}
         tensors = {name: value.table if isinstance(value, State) else value for name, value in held.items()}
         read, summed = (tuple(name for name in names if tensors[name] is not None) for names in (read, summed))
@@ -233,11 +240,17 @@ class Job:
 
 def inverse_lengths(features: Tensor, compute: torch.dtype) -> Tensor:
     """What makes every row one of unit length."""
-    return _lengths(features, compute).clamp_min_(1e-12).reciprocal_()
+    return _lengths(features, compute).reciprocal_().clamp_max_(LONGEST_INVERSE)
 
 
 def _lengths(features: Tensor, compute: torch.dtype) -> Tensor:
-    return torch.cat([torch.linalg.vector_norm(x.to(compute), dim=1) for x in torch.split(features, STRIP)])
+    strips = torch.split(features, strip_height(features))
+    return torch.cat([torch.linalg.vector_norm(x.to(compute), dim=1) for x in strips])
+
+
+def strip_height(features: Tensor) -> int:
+    """Rows at a time where features are read outside of tiles: about 1 MiB in float32."""
+    return max(1, 2**18 // features.shape[1])
 
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:

@@ -60,7 +60,7 @@ def _(
         stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
         rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
         columns=first.new_empty((fields, num_rows) if call.spec.columns else (0, 0), dtype=torch.float64),
-        scalars=first.new_empty(3, dtype=torch.float64),
+        scalars=first.new_empty(6, dtype=torch.float64),
         kept=first.new_empty(kept, dtype=compute),
     )
     return outputs.as_tuple()

@@ -19,13 +19,14 @@ USEFUL_HEIGHT = 128
 @dataclass(frozen=True)
 class Shape:
     """What the plan must know of a call: rows and columns of the plane by block, width, bytes of an element,
-    whether features are copied strip by strip, and threads."""
+    whether features are copied strip by strip and x.y is held beside the logits, and threads."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     width: int
     element: int
     copied: bool
+    products: bool
     threads: int
 
 
@@ -43,6 +44,14 @@ class Plan:
     columns: int
     passes: int = 2
     kept: int = 0
+
+    def as_numbers(self) -> list[int]:
+        """To travel from the forward to the backward in a tensor."""
+        return [self.rows, self.columns, self.passes, self.kept]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[float]) -> "Plan":
+        return cls(*map(int, numbers))
 
 
 def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
@@ -75,8 +84,9 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
 
 def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
     """What the eager backend holds while it works on one tile."""
-    floats = 2 if call.needs.first or call.needs.second or call.needs.extra or not call.needs.scale else 3
-    masks = 0 if call.spec.same == "ignore" else 2
+    masked = call.spec.same != "ignore" or call.spec.smoothing > 0
+    floats = 2 + shape.products + (1 if masked else 0)
+    masks = 3 if masked else 0
     copies = (rows + columns) * shape.width * shape.element if shape.copied else 0
     return rows * columns * (floats * shape.element + masks) + copies
 
