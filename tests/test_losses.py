@@ -98,3 +98,43 @@ def test_every_mix_of_options_equals_its_dense_twin(loss: str, mix: dict[str, An
     if options.pop("weight", False):
         options["weight"] = torch.rand(num_rows).masked_fill(torch.arange(num_rows) == 2, 0)
     assert_equals_twin(loss, inputs, tile=tile, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_info_nce_with_any_positives_and_negatives_equals_its_twin(seed: int) -> None:
+    """Repeated positives, a queue with and without ids, budgets from the smallest on, frozen parts."""
+    torch.manual_seed(seed)
+    num_queries, num_keys, num_negatives = 5 + seed, 3 + 2 * (seed % 4), 1 + seed
+    inputs = make_inputs("info_nce_loss", num_queries, 6)
+    inputs["key"] = inputs["key"].detach()[:num_keys].requires_grad_(seed % 3 != 1)
+    inputs["negatives"] = torch.randn(num_negatives, 6, dtype=torch.float64, requires_grad=seed % 2 == 0)
+    inputs["query"].requires_grad_(seed % 5 != 4)
+    options: dict[str, Any] = {"positives": torch.randint(num_keys, (num_queries,))}
+    if seed % 2:
+        options |= {"query_ids": torch.randint(4, (num_queries,)), "same_ids": ("mask", "positive")[seed % 4 // 2]}
+        options["negative_ids"] = torch.randint(4, (num_negatives,))
+        if seed % 3:
+            options["key_ids"] = torch.randint(4, (num_keys,))
+    for budget in (None, 10_000, "1MiB"):
+        for reduction in ("mean", "none"):
+            assert_equals_twin("info_nce_loss", inputs, tile=4, reduction=reduction, memory_budget=budget, **options)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss", "nt_xent_loss"])
+def test_one_frozen_side_equals_its_twin(loss: str, frozen: int) -> None:
+    inputs = make_inputs(loss, 11, 5)
+    name = [name for name, x in inputs.items() if x.dim() == 2][frozen]
+    inputs[name] = inputs[name].detach()
+    for tile in (None, 3):
+        assert_equals_twin(loss, inputs, tile=tile)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_tensor_may_be_both_sides(loss: str) -> None:
+    inputs = make_inputs(loss, 9, 5)
+    sides = [name for name, x in inputs.items() if x.dim() == 2]
+    shared = inputs[sides[0]]
+    for name in sides:
+        inputs[name] = shared
+    assert_equals_twin(loss, inputs, tile=4)

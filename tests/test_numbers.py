@@ -50,7 +50,8 @@ def fitted(loss: str, num_rows: int, width: int, closeness: float) -> dict[str, 
     common = normalize(torch.randn(1, width), dim=1)
     rows = normalize(rows + common * math.sqrt(max(0.0, 1 / (closeness / 100) - 1)), dim=1)
     if loss == "supcon_loss":
-        inputs["features"] = rows.repeat_interleave(2, 0)[:num_rows].clone()
+        nearly = rows.repeat_interleave(2, 0)[:num_rows] + 1e-4 * torch.randn(num_rows, width)
+        inputs["features"] = normalize(nearly, dim=1)
         inputs["labels"] = torch.arange(num_rows) // 2
     else:
         sides = [name for name, x in inputs.items() if x.dim() == 2]
@@ -224,3 +225,44 @@ def test_float16_at_32768_rows() -> None:
     # The rows' half of the gradient, densely; the columns' half pulls as strongly, so the sizes must agree.
     rows_half = 10 * (logits.softmax(1) @ text.detach().float() - text.detach().float()[:64]) / num_rows / 2
     assert 0.5 < (image.grad[:64].float().norm() / rows_half.norm()).item() / 2 < 2
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_no_worse_than_dense_on_nearly_equal_pairs_of_one_class(width: int) -> None:
+    """The slope of a diagonal tile takes rows' totals from one half of the plane and columns' from the other."""
+    rows = normalize(torch.randn(60, width), dim=1).repeat_interleave(2, 0)
+    features = normalize(rows + 1e-3 * torch.randn(120, width), dim=1)
+    inputs = {"features": features, "labels": torch.arange(120) // 2, "logit_scale": torch.tensor(100.0)}
+    assert_no_worse_than_dense("supcon_loss", inputs)
+    assert_no_worse_than_dense("supcon_loss", inputs, tile=50)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_may_be_of_any_size(loss: str, reduction: str, size: float) -> None:
+    inputs = make_inputs(loss, 12, 6, torch.float32)
+    weight = torch.rand(12) + 0.1
+    options = {"normalize": False, "reduction": reduction, "tile": 5}
+    scaled = gradients(getattr(megabatch, loss)(**inputs, weight=weight * size, **options), inputs)
+    plain = gradients(getattr(megabatch, loss)(**inputs, weight=weight, **options), inputs)
+    for name, value in scaled.items():
+        expected = plain[name] * (size if reduction == "sum" else 1.0)
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("scale", [3e7, 1e9])
+def test_logits_beyond_whole_numbers_of_float32(scale: float) -> None:
+    row = normalize(torch.randn(1, 12), dim=1).repeat(20, 1)
+    inputs = with_sides("clip_loss", [row, row], scale)
+    assert_close_to_exact("clip_loss", inputs, tile=5)
+    assert_close_to_exact("clip_loss", inputs)
+
+
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+def test_equal_columns_tie_in_the_statistics_whatever_the_tiles(loss: str) -> None:
+    row = normalize(torch.randn(1, 96), dim=1).repeat(200, 1)
+    extra = {"logit_bias": -3.0} if loss == "siglip_loss" else {}
+    for tile in ((9, 13), None):
+        _, stats = getattr(megabatch, loss)(row, row, 10.0, **extra, normalize=False, tile=tile, return_stats=True)
+        assert stats["accuracy"] == 1

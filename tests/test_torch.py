@@ -242,3 +242,40 @@ def test_products_of_halves_into_float32_as_on_an_accelerator() -> None:
     torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(got.first, wanted.first, rtol=0.02, atol=2e-3)
     torch.testing.assert_close(got.second, wanted.second, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("budget", [None, "1MiB"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_backward_follows_the_plan_of_its_forward(reduction: str, budget: str | None) -> None:
+    """A plan depends on the number of threads, and that may change in between."""
+    inputs = make_inputs("clip_loss", 600, 160, torch.float32)
+    options = {"normalize": False, "reduction": reduction, "memory_budget": budget}
+    threads = torch.get_num_threads()
+    expected = gradients(reference.clip_loss(**inputs, normalize=False, reduction=reduction), inputs)
+    try:
+        torch.set_num_threads(1)
+        value = megabatch.clip_loss(**inputs, **options)
+        torch.set_num_threads(2)
+        ours = gradients(value, inputs)
+    finally:
+        torch.set_num_threads(threads)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * expected[name].abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+def test_forward_mode_derivatives_are_refused() -> None:
+    x, y = normalize(torch.randn(6, 4), dim=1), normalize(torch.randn(6, 4), dim=1)
+    with pytest.raises(ValueError, match="clip_loss: inputs must not carry forward-mode tangents"):
+        torch.func.jvp(lambda a: megabatch.clip_loss(a, y, 2.0, normalize=False), (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(ValueError, match="clip_loss: inputs must not carry forward-mode tangents"):
+            megabatch.clip_loss(dual, y, 2.0, normalize=False)
+
+
+def test_a_call_survives_its_way_through_the_operator() -> None:
+    call = Call(
+        "f", specs.nt_xent("mask", 0.1), Needs(True, False, True), "none", True, None, (3, 4), 99, "eager", "x", "y"
+    )
+    assert Call.decode(call.encode()) == call

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | EllipsisType | None
 
@@ -79,6 +80,21 @@ def _check_layout(function: str, name: str, value: Tensor) -> None:
 def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{', '.join(names)} or {last}"
+
+
+def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
+    """Forward-mode derivatives would be dropped without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and _tangent(x) is not None for x in inputs):
+        raise ValueError(
+            f"{function}: inputs must not carry forward-mode tangents, because the loss has a backward only. Use "
+            f"torch.autograd.grad, or megabatch.reference.{function}, which has both."
+        )
+
+
+def _tangent(x: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
 
 
 def check_rows(function: str, why: str, **features: Tensor) -> None:

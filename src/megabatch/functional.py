@@ -10,6 +10,7 @@ from .checks import (
     autocast_dtype,
     bytes_of,
     check_features,
+    check_no_tangents,
     check_not_empty,
     check_rows,
     check_smoothing,
@@ -465,6 +466,7 @@ def _contrast(
     scale = scale_of(name, logit_scale, temperature)
     bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
     differentiable = (first, second, extra, scale, bias)
+    check_no_tangents(name, *differentiable)
     call = Call(
         name,
         spec,

@@ -186,7 +186,9 @@ class _Scores:
 
     def of(self, tile: Tile) -> Tensor:
         """Scores of one tile, without its padding, until the next is asked for."""
-        return self.backend.scores(tile)[: self.num_rows - tile.rows.start, : self.num_columns - tile.columns.start]
+        with torch.autocast(tile.rows.features.device.type, enabled=False):
+            scores = self.backend.scores(tile)
+        return scores[: self.num_rows - tile.rows.start, : self.num_columns - tile.columns.start]
 
     def of_positives(self, strip: list[Tile], positives: Tensor) -> Tensor:
         """The positives' scores, from the same products that the others' come from."""
@@ -202,7 +204,8 @@ class _Scores:
     def count_above(self, scores: Tensor, bar: Tensor) -> Tensor:
         # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
         above = torch.gt(scores, bar[:, None], out=scores)
-        return torch.mv(above, self._ones[: scores.shape[1]]).long()
+        with torch.autocast(scores.device.type, enabled=False):
+            return torch.mv(above, self._ones[: scores.shape[1]]).long()
 
 
 def _sides(
@@ -211,21 +214,21 @@ def _sides(
     """Height and width of a tile: multiples of the padding that fit the budget."""
     element, width = torch.finfo(compute).bits // 8, query.shape[1]
     longest = _padded(len(query)), _padded(len(key))
+    sides = min(SIDE, longest[0]), min(SIDE, longest[1])
     if tile is not None:
-        return min(_padded(tile[0]), longest[0]), min(_padded(tile[1]), longest[1])
-    height, breadth = min(SIDE, longest[0]), min(SIDE, longest[1])
+        sides = min(_padded(tile[0]), longest[0]), min(_padded(tile[1]), longest[1])
 
-    def needed(height: int, breadth: int) -> int:
-        return element * (height * breadth + 2 * (height + breadth) * width)
+    def needed(sides: tuple[int, int]) -> int:
+        return element * (sides[0] * sides[1] + 2 * sum(sides) * width)
 
-    while needed(height, breadth) > budget and max(height, breadth) > PADDING:
-        height, breadth = _padded(height // 2), _padded(breadth // 2)
-    if needed(height, breadth) > budget:
+    while tile is None and needed(sides) > budget and max(sides) > PADDING:
+        sides = _padded(sides[0] // 2), _padded(sides[1] // 2)
+    if needed(sides) > budget:
         raise ValueError(
-            f"{name}: memory_budget must be at least {needed(height, breadth)} bytes for features of width {width}, "
-            f"got {budget}. The default is {DEFAULT_BUDGET}."
+            f"{name}: memory_budget must be at least {needed(sides)} bytes for a tile of {sides[0]} x {sides[1]} and "
+            f"features of width {width}, got {budget}. The default is {DEFAULT_BUDGET}."
         )
-    return height, breadth
+    return sides
 
 
 def _padded(length: int) -> int:

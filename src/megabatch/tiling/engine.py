@@ -176,7 +176,7 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Te
         if job.spec.link == "softmax":
             attach(side, "state", state)
             pull = state.weights(job.spec, pull)
-        largest = job.largest_weight
+        largest: Tensor | float = job.largest_weight
         if job.call.reduction == "none":
             pull = pull * upstream.double()
             factor = largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)

@@ -153,7 +153,7 @@ class Job:
     # ---- the walk
 
     def strips(self, read: tuple[str, ...] = (), summed: tuple[str, ...] = ()) -> Iterator[list[Tile]]:
-        """The tiles of the plane by strips of rows. `read` and `summed` name what travels with a column block's rows."""
+        """The tiles of the plane by strips of rows. `read` and `summed` name what travels with columns."""
         if self.ring.size == 1:
             yield from walk(self.plan, self.rows, self.columns, self.spec.symmetric)
             return
