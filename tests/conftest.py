@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megabatch.backends import workspace
+
 UNINITIALISED = [
     (torch, "empty"),
     (torch, "empty_like"),
@@ -29,8 +31,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh_start() -> None:
     torch.manual_seed(0)
+    workspace.release()
 
 
 @pytest.fixture
@@ -48,5 +51,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
+    monkeypatch.setattr(workspace, "LARGEST_KEPT", 0)  # used memory is not asked for a second time
     for owner, name in UNINITIALISED:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import megabatch
 from megabatch import reference
+from megabatch.backends import workspace
 from megabatch.tiling import engine, operators
 
 from .test_losses import LOSSES, make_inputs
@@ -252,3 +253,24 @@ def test_what_is_held_stays_within_the_budget(loss: str, options: str, monkeypat
         getattr(megabatch, loss)(**inputs, **keywords, memory_budget=budget).backward()
     assert live.peak > budget / 4, "the meter saw nothing"
     assert live.peak <= budget + 4 * 2 * num_rows * width * 4 + 2 * num_rows * 300
+
+
+def test_small_calls_use_their_memory_again() -> None:
+    inputs = make_inputs("clip_loss", 64, 8, torch.float32)
+    megabatch.clip_loss(**inputs, normalize=False).backward()
+    first = workspace.borrow("scratch", 64 * 64, torch.float32, torch.device("cpu")).data_ptr()
+    megabatch.clip_loss(**inputs, normalize=False).backward()
+    assert workspace.borrow("scratch", 64 * 64, torch.float32, torch.device("cpu")).data_ptr() == first
+
+
+def test_memory_of_inference_mode_serves_training_too() -> None:
+    inputs = make_inputs("clip_loss", 64, 8, torch.float32)
+    with torch.inference_mode():
+        megabatch.clip_loss(**inputs, normalize=False)
+    megabatch.clip_loss(**inputs, normalize=False).backward()
+
+
+def test_large_buffers_are_not_kept() -> None:
+    size = workspace.LARGEST_KEPT // 4 + 1
+    first, second = (workspace.borrow("test", size, torch.float32, torch.device("cpu")) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()

@@ -4,7 +4,7 @@ Letters: S the tile's logits, [r, c]; G = d loss / d S, the slope, up to a facto
 
 One product makes S in a buffer that all tiles share; a link's epilogue works on it in place; two more products add G
 to the gradients of its rows and of its columns. A tile then costs what its products cost, as long as nothing is
-allocated: fresh pages are dearer than a pass over old ones.
+allocated.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from .links import link_of
+from .workspace import borrow
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Eager:
     def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         size = shape[0] * shape[1]
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=dtype or self.compute, device=self.device)
+            self._buffers[name] = borrow(name, size, dtype or self.compute, self.device)
         return _shaped(self._buffers[name], shape)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends.eager import Eager, Kept
 from ..backends.select import select
+from ..backends.workspace import borrow
 from ..distributed.ring import Ring
 from ..losses.block import Block, Tile
 from ..losses.state import State
@@ -173,7 +174,10 @@ class Job:
     def new_slots(self) -> tuple[Tensor, list[Kept]]:
         """Memory for the tiles that the plan keeps, as one tensor and as its parts."""
         size = self.plan.kept * (self.plan.rows * self.plan.columns + 1)
-        memory = torch.empty(size, dtype=self.compute, device=self.device)
+        if self.plan.passes == 1:
+            memory = borrow("slots", size, self.compute, self.device)[:size]
+        else:
+            memory = torch.empty(size, dtype=self.compute, device=self.device)
         return memory, self.slots(memory)
 
     def slots(self, memory: Tensor) -> list[Kept]:
