@@ -127,7 +127,7 @@ def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
         return max(shape.rows), max(shape.rows)
     if call.spec.symmetric:
         # A diagonal tile is computed whole though half of it would do: more strips, less waste.
-        return (min(side, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
+        return (min(side // 2, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
     return (side // 2 if shape.threads > 1 else side // 4), side
 
 
