@@ -390,7 +390,8 @@ _OPTIONS = """
         return_stats: Also return a dict of detached statistics from the same tiles: loss, accuracy (top-1), and
             positive_logit; per direction where there are two.
         group: Process group whose ranks' rows make the batch. None: this process alone. May be left out unless
-            torch.distributed runs with more than one rank.
+            torch.distributed runs with more than one rank. In this version several ranks are for `clip_loss` only, with
+            equal batches; the next three options are about them.
         grad_reduction: "mean" if the trainer averages gradients over ranks (DDP, FSDP), "sum" if it adds them.
         exchange: "auto", "ring" or "gather": how ranks meet.
         overlap: False makes transfers between ranks blocking.

@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
         return first, second, extra, scale, bias
 
 
-NUM_STATS = 7
+NUM_STATS, NUM_SCALARS = 7, 6
 
 
 def forward(inputs: Inputs, call: Call) -> Outputs:

@@ -13,111 +13,67 @@ from torch import Tensor
 from . import engine
 from .call import Call, Inputs
 
+_INPUTS = (
+    "Tensor first, Tensor? second, Tensor? extra, Tensor scale, Tensor? bias, "
+    "Tensor? first_ids, Tensor? second_ids, Tensor? extra_ids, Tensor? positives, Tensor? weight, str call"
+)
+_OUTPUTS = "Tensor rows, Tensor columns, Tensor scalars, Tensor kept"
 
-@torch.library.custom_op("megabatch::contrast", mutates_args=())
-def contrast(
-    first: Tensor,
-    second: Tensor | None,
-    extra: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    first_ids: Tensor | None,
-    second_ids: Tensor | None,
-    extra_ids: Tensor | None,
-    positives: Tensor | None,
-    weight: Tensor | None,
-    call: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+
+@torch.library.custom_op(
+    "megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def contrast(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, its statistics, and what the backward needs: `engine.Outputs`."""
-    inputs = Inputs(first, second, extra, scale, bias, first_ids, second_ids, extra_ids, positives, weight)
-    with torch.autocast(first.device.type, enabled=False):
-        return engine.forward(inputs, Call.decode(call)).as_tuple()
+    *tensors, code = arguments
+    inputs = Inputs(*tensors)
+    with torch.autocast(inputs.first.device.type, enabled=False):
+        return engine.forward(inputs, Call.decode(code)).as_tuple()
 
 
 @contrast.register_fake
-def _(
-    first: Tensor,
-    second: Tensor | None,
-    extra: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    first_ids: Tensor | None,
-    second_ids: Tensor | None,
-    extra_ids: Tensor | None,
-    positives: Tensor | None,
-    weight: Tensor | None,
-    code: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = Call.decode(code)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *tensors, code = arguments
+    inputs, call = Inputs(*tensors), Call.decode(code)
+    first, spec = inputs.first, call.spec
     compute = torch.float64 if first.dtype == torch.float64 else torch.float32
     num_rows = first.shape[0]
-    if call.spec.symmetric and second is not None:
-        num_rows = num_rows + second.shape[0]
-    fields = len(engine.remembered_fields(call.spec))
+    if spec.symmetric and inputs.second is not None:
+        num_rows = num_rows + inputs.second.shape[0]
+    fields = len(engine.remembered_fields(spec))
     kept = torch.library.get_ctx().new_dynamic_size()
     outputs = engine.Outputs(
         value=first.new_empty((num_rows,) if call.reduction == "none" else (), dtype=compute),
         stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
         rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
-        columns=first.new_empty((fields, num_rows) if call.spec.columns else (0, 0), dtype=torch.float64),
-        scalars=first.new_empty(6, dtype=torch.float64),
+        columns=first.new_empty((fields, num_rows) if spec.columns else (0, 0), dtype=torch.float64),
+        scalars=first.new_empty(engine.NUM_SCALARS, dtype=torch.float64),
         kept=first.new_empty(kept, dtype=compute),
     )
     return outputs.as_tuple()
 
 
-@torch.library.custom_op("megabatch::contrast_backward", mutates_args=())
-def contrast_backward(
-    upstream: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    scalars: Tensor,
-    kept: Tensor,
-    first: Tensor,
-    second: Tensor | None,
-    extra: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    first_ids: Tensor | None,
-    second_ids: Tensor | None,
-    extra_ids: Tensor | None,
-    positives: Tensor | None,
-    weight: Tensor | None,
-    call: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "megabatch::contrast_backward",
+    mutates_args=(),
+    schema=f"(Tensor upstream, {_OUTPUTS}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def contrast_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of first, second, extra, scale and bias; empty where none is needed."""
-    inputs = Inputs(first, second, extra, scale, bias, first_ids, second_ids, extra_ids, positives, weight)
+    upstream, rows, columns, scalars, kept, *tensors, code = arguments
+    inputs = Inputs(*tensors)
     outputs = engine.Outputs(upstream, upstream, rows, columns, scalars, kept)
-    with torch.autocast(first.device.type, enabled=False):
-        gradients = engine.backward(inputs, Call.decode(call), upstream, outputs)
-    return gradients.as_tuple(first)
+    with torch.autocast(upstream.device.type, enabled=False):
+        return engine.backward(inputs, Call.decode(code), upstream, outputs).as_tuple(inputs.first)
 
 
 @contrast_backward.register_fake
-def _(
-    upstream: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    scalars: Tensor,
-    kept: Tensor,
-    first: Tensor,
-    second: Tensor | None,
-    extra: Tensor | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    first_ids: Tensor | None,
-    second_ids: Tensor | None,
-    extra_ids: Tensor | None,
-    positives: Tensor | None,
-    weight: Tensor | None,
-    code: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    needs = Call.decode(code).needs
-    inputs = (first, second, extra, scale, bias)
-    gradients = [
-        x.new_empty(x.shape) if x is not None and need else None for x, need in zip(inputs, needs, strict=True)
-    ]
-    return engine.Gradients(*gradients).as_tuple(first)
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *tensors, code = arguments[5:]
+    inputs = Inputs(*tensors)
+    given = zip(inputs[:5], Call.decode(code).needs, strict=True)
+    gradients = engine.Gradients(*(x.new_empty(x.shape) if x is not None and need else None for x, need in given))
+    return gradients.as_tuple(inputs.first)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
