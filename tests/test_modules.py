@@ -188,6 +188,7 @@ def test_options_of_a_batch_go_to_forward() -> None:
             TypeError,
             "label_smoothing must be an option of siglip_loss",
         ),
+        (lambda: megabatch.ClipLoss(temperature=0.1), TypeError, "Pass init_logit_scale=1 / temperature"),
         (lambda: megabatch.ClipLoss(0.0), ValueError, "ClipLoss: the scale must be positive and finite, got 0.0"),
         (lambda: megabatch.ClipLoss(200.0), ValueError, "at or below max_logit_scale, got 200.0 and 100"),
         (lambda: megabatch.ClipLoss(max_logit_scale=0), ValueError, "max_logit_scale must be positive, got 0"),

@@ -29,11 +29,13 @@ class _ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        known = set(inspect.signature(self.function).parameters) - _OF_A_BATCH
+        parameters = inspect.signature(self.function).parameters.values()
+        known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - _OF_A_BATCH
         for option in options:
             if option not in known:
                 in_forward = option in inspect.signature(self.forward).parameters
-                where = "Pass it to forward" if in_forward else f"Known are: {', '.join(sorted(known))}"
+                where = "Pass it to forward" if in_forward else f"Options are: {', '.join(sorted(known))}"
+                where = "Pass init_logit_scale=1 / temperature" if option == "temperature" else where
                 raise TypeError(f"{name}: {option} must be an option of {self.function.__name__}. {where}.")
         if init_logit_scale is not None and not (init_logit_scale > 0 and math.isfinite(init_logit_scale)):
             raise ValueError(f"{name}: the scale must be positive and finite, got {init_logit_scale}.")
