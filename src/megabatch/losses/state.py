@@ -53,9 +53,6 @@ class State:
     def of_nothing(cls) -> "State":
         return cls((), torch.empty(0, 0))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]
 
@@ -77,9 +74,8 @@ class State:
             return
         shift, total = self["shift"], self["total"]
         peak = torch.maximum(shift, piece["shift"].double())
-        anchor = peak.clamp_min(
-            torch.finfo(torch.float64).min
-        )  # where both are neutral: exp(-inf + huge) is 0, not NaN
+        # Where both are neutral, the anchor is finite: exp(-inf + huge) is 0, not NaN.
+        anchor = peak.clamp_min(torch.finfo(torch.float64).min)
         total.mul_((shift - anchor).exp_()).add_(piece["total"] * (piece["shift"] - anchor).exp_())
         shift.copy_(peak)
 
