@@ -21,9 +21,11 @@ from .checks import (
     scale_of,
     tile_of,
 )
+from .distributed.collectives import refused_together
 from .losses import spec as specs
 from .losses.spec import Spec
 from .tiling.call import Call, Inputs, Needs
+from .tiling.engine import gradients_are_wanted
 from .tiling.operators import contrast
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
@@ -67,32 +69,35 @@ def clip_loss(
         logit_bias: Accepted because models return one. A softmax does not depend on it: its gradient is zero.
     """
     name = "clip_loss"
-    check_features(name, image_features=image_features, text_features=text_features)
-    check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
-    check_word(name, "same_ids", same_ids, ("mask", "positive"))
-    check_vector(name, "ids", ids, "image_features", image_features, integers=True)
-    bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
-    result = _contrast(
-        name,
-        specs.clip(_same(same_ids, ids), check_smoothing(name, label_smoothing)),
-        ("image_features", image_features),
-        text_features,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        normalize=normalize,
-        ids=(ids, ids, None),
-        weight=weight,
-        reduction=reduction,
-        return_stats=return_stats,
-        group=group,
-        grad_reduction=grad_reduction,
-        exchange=exchange,
-        overlap=overlap,
-        tile=tile,
-        memory_budget=memory_budget,
-        backend=backend,
-        directions=("image_to_text", "text_to_image"),
-    )
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        check_features(name, image_features=image_features, text_features=text_features)
+        check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
+        check_word(name, "same_ids", same_ids, ("mask", "positive"))
+        check_vector(name, "ids", ids, "image_features", image_features, integers=True)
+        bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
+        call = _describe(
+            name,
+            specs.clip(_same(same_ids, ids), check_smoothing(name, label_smoothing)),
+            ("image_features", image_features),
+            text_features,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            normalize=normalize,
+            ids=(ids, ids, None),
+            weight=weight,
+            reduction=reduction,
+            return_stats=return_stats,
+            ranks=ranks,
+            grad_reduction=grad_reduction,
+            exchange=exchange,
+            overlap=overlap,
+            tile=tile,
+            memory_budget=memory_budget,
+            backend=backend,
+            directions=("image_to_text", "text_to_image"),
+        )
+    result = _run(*call)
     if bias is None:
         return result
     value, *stats = result if isinstance(result, tuple) else (result,)
@@ -141,57 +146,61 @@ def info_nce_loss(
             masked unless `negative_ids` is given.
     """
     name = "info_nce_loss"
-    if isinstance(negatives, Tensor) and negatives.dim() == 3:
-        raise ValueError(
-            f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
-            f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        if isinstance(negatives, Tensor) and negatives.dim() == 3:
+            raise ValueError(
+                f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
+                f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
+            )
+        extra = {} if negatives is None else {"negatives": negatives}
+        check_features(name, query=query, key=key, **extra)
+        if not ranks:
+            check_not_empty(name, "key", key)
+        check_word(name, "same_ids", same_ids, ("mask", "positive"))
+        if positives is None and len(key) < len(query):
+            raise ValueError(
+                f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; got "
+                f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+            )
+        check_vector(name, "positives", positives, "query", query, integers=True)
+        check_vector(name, "query_ids", query_ids, "query", query, integers=True)
+        check_vector(name, "key_ids", key_ids, "key", key, integers=True)
+        if negative_ids is not None and negatives is None:
+            raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
+        if negatives is not None:
+            check_vector(name, "negative_ids", negative_ids, "negatives", negatives, integers=True)
+        others = key_ids is not None or negative_ids is not None
+        # On several ranks the other side's ids may be those of another rank's negatives.
+        if others != (query_ids is not None) and (others or not ranks):
+            given = "query_ids alone" if query_ids is not None else "no query_ids"
+            raise ValueError(
+                f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
+                f"{given}."
+            )
+        call = _describe(
+            name,
+            specs.info_nce(_same(same_ids, query_ids), check_smoothing(name, label_smoothing)),
+            ("query", query),
+            key,
+            negatives,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            normalize=normalize,
+            ids=(query_ids, key_ids, negative_ids),
+            positives=positives,
+            weight=weight,
+            reduction=reduction,
+            return_stats=return_stats,
+            ranks=ranks,
+            grad_reduction=grad_reduction,
+            exchange=exchange,
+            overlap=overlap,
+            tile=tile,
+            memory_budget=memory_budget,
+            backend=backend,
         )
-    extra = {} if negatives is None else {"negatives": negatives}
-    check_features(name, query=query, key=key, **extra)
-    check_not_empty(name, "key", key)
-    check_word(name, "same_ids", same_ids, ("mask", "positive"))
-    if positives is None and len(key) < len(query):
-        raise ValueError(
-            f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; got "
-            f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
-        )
-    check_vector(name, "positives", positives, "query", query, integers=True)
-    check_vector(name, "query_ids", query_ids, "query", query, integers=True)
-    check_vector(name, "key_ids", key_ids, "key", key, integers=True)
-    if negative_ids is not None and negatives is None:
-        raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
-    if negatives is not None:
-        check_vector(name, "negative_ids", negative_ids, "negatives", negatives, integers=True)
-    others = key_ids is not None or negative_ids is not None
-    if others != (query_ids is not None):
-        given = "query_ids alone" if query_ids is not None else "no query_ids"
-        raise ValueError(
-            f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got {given}."
-        )
-    if negatives is not None and len(negatives) == 0:
-        negatives, negative_ids = None, None
-    return _contrast(
-        name,
-        specs.info_nce(_same(same_ids, query_ids), check_smoothing(name, label_smoothing)),
-        ("query", query),
-        key,
-        negatives,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        normalize=normalize,
-        ids=(query_ids, key_ids, negative_ids),
-        positives=positives,
-        weight=weight,
-        reduction=reduction,
-        return_stats=return_stats,
-        group=group,
-        grad_reduction=grad_reduction,
-        exchange=exchange,
-        overlap=overlap,
-        tile=tile,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+    return _run(*call)
 
 
 def siglip_loss(
@@ -229,32 +238,35 @@ def siglip_loss(
         logit_bias: Added to every logit; a float, 0-d or shape-[1] tensor. None: 0.
     """
     name = "siglip_loss"
-    check_features(name, image_features=image_features, text_features=text_features)
-    check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
-    check_word(name, "same_ids", same_ids, ("mask", "positive"))
-    check_vector(name, "ids", ids, "image_features", image_features, integers=True)
-    return _contrast(
-        name,
-        specs.siglip(_same(same_ids, ids)),
-        ("image_features", image_features),
-        text_features,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        logit_bias=logit_bias,
-        normalize=normalize,
-        ids=(ids, ids, None),
-        weight=weight,
-        reduction=reduction,
-        return_stats=return_stats,
-        group=group,
-        grad_reduction=grad_reduction,
-        exchange=exchange,
-        overlap=overlap,
-        tile=tile,
-        memory_budget=memory_budget,
-        backend=backend,
-        directions=("image_to_text", "text_to_image"),
-    )
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        check_features(name, image_features=image_features, text_features=text_features)
+        check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
+        check_word(name, "same_ids", same_ids, ("mask", "positive"))
+        check_vector(name, "ids", ids, "image_features", image_features, integers=True)
+        call = _describe(
+            name,
+            specs.siglip(_same(same_ids, ids)),
+            ("image_features", image_features),
+            text_features,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            logit_bias=logit_bias,
+            normalize=normalize,
+            ids=(ids, ids, None),
+            weight=weight,
+            reduction=reduction,
+            return_stats=return_stats,
+            ranks=ranks,
+            grad_reduction=grad_reduction,
+            exchange=exchange,
+            overlap=overlap,
+            tile=tile,
+            memory_budget=memory_budget,
+            backend=backend,
+            directions=("image_to_text", "text_to_image"),
+        )
+    return _run(*call)
 
 
 def nt_xent_loss(
@@ -292,30 +304,33 @@ def nt_xent_loss(
             With reduction "none" there are 2N losses, those of `view1` first; `weight` and `ids` serve both views.
     """
     name = "nt_xent_loss"
-    check_features(name, view1=view1, view2=view2)
-    check_rows(name, _PAIRED, view1=view1, view2=view2)
-    check_word(name, "same_ids", same_ids, ("mask", "positive"))
-    check_vector(name, "ids", ids, "view1", view1, integers=True)
-    return _contrast(
-        name,
-        specs.nt_xent(_same(same_ids, ids), check_smoothing(name, label_smoothing)),
-        ("view1", view1),
-        view2,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        normalize=normalize,
-        ids=(ids, ids, None),
-        weight=weight,
-        reduction=reduction,
-        return_stats=return_stats,
-        group=group,
-        grad_reduction=grad_reduction,
-        exchange=exchange,
-        overlap=overlap,
-        tile=tile,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        check_features(name, view1=view1, view2=view2)
+        check_rows(name, _PAIRED, view1=view1, view2=view2)
+        check_word(name, "same_ids", same_ids, ("mask", "positive"))
+        check_vector(name, "ids", ids, "view1", view1, integers=True)
+        call = _describe(
+            name,
+            specs.nt_xent(_same(same_ids, ids), check_smoothing(name, label_smoothing)),
+            ("view1", view1),
+            view2,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            normalize=normalize,
+            ids=(ids, ids, None),
+            weight=weight,
+            reduction=reduction,
+            return_stats=return_stats,
+            ranks=ranks,
+            grad_reduction=grad_reduction,
+            exchange=exchange,
+            overlap=overlap,
+            tile=tile,
+            memory_budget=memory_budget,
+            backend=backend,
+        )
+    return _run(*call)
 
 
 def supcon_loss(
@@ -354,29 +369,32 @@ def supcon_loss(
         labels: `[N]` integers. Rows of one label are positives of each other.
     """
     name = "supcon_loss"
-    check_features(name, features=features)
-    if labels is None:
-        raise TypeError(f"{name}: labels must be a tensor, got None.")
-    check_vector(name, "labels", labels, "features", features, integers=True)
-    return _contrast(
-        name,
-        specs.supcon(check_smoothing(name, label_smoothing)),
-        ("features", features),
-        logit_scale=logit_scale,
-        temperature=temperature,
-        normalize=normalize,
-        ids=(labels, None, None),
-        weight=weight,
-        reduction=reduction,
-        return_stats=return_stats,
-        group=group,
-        grad_reduction=grad_reduction,
-        exchange=exchange,
-        overlap=overlap,
-        tile=tile,
-        memory_budget=memory_budget,
-        backend=backend,
-    )
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        check_features(name, features=features)
+        if labels is None:
+            raise TypeError(f"{name}: labels must be a tensor, got None.")
+        check_vector(name, "labels", labels, "features", features, integers=True)
+        call = _describe(
+            name,
+            specs.supcon(check_smoothing(name, label_smoothing)),
+            ("features", features),
+            logit_scale=logit_scale,
+            temperature=temperature,
+            normalize=normalize,
+            ids=(labels, None, None),
+            weight=weight,
+            reduction=reduction,
+            return_stats=return_stats,
+            ranks=ranks,
+            grad_reduction=grad_reduction,
+            exchange=exchange,
+            overlap=overlap,
+            tile=tile,
+            memory_budget=memory_budget,
+            backend=backend,
+        )
+    return _run(*call)
 
 
 _OPTIONS = """
@@ -386,14 +404,16 @@ _OPTIONS = """
             the first batch are not of unit length.
         {smoothing}weight: `[N]` weight per row, for every direction. The mean is sum(weight * loss) / sum(weight). A
             row of weight 0 still is a negative for others.
-        {ids}reduction: "mean", "sum", or "none" for `weight * loss` of every row.
+        {ids}reduction: "mean", "sum", or "none" for `weight * loss` of every row of this rank.
         return_stats: Also return a dict of detached statistics from the same tiles: loss, accuracy (top-1), and
             positive_logit; per direction where there are two.
         group: Process group whose ranks' rows make the batch. None: this process alone. May be left out unless
-            torch.distributed runs with more than one rank. In this version several ranks are for `clip_loss` only, with
-            equal batches; the next three options are about them.
-        grad_reduction: "mean" if the trainer averages gradients over ranks (DDP, FSDP), "sum" if it adds them.
-        exchange: "auto", "ring" or "gather": how ranks meet.
+            torch.distributed runs with more than one rank. Ranks may hold different numbers of rows, also none; the
+            value is that of all their rows together, the same on every rank.
+        grad_reduction: "mean" if the trainer averages gradients over ranks (DDP, FSDP), "sum" if it adds them. Then
+            what it makes of the parameters' gradients is what one process with all rows would have.
+        exchange: "ring": columns pass from rank to rank. "gather": every rank gets all columns at once. "auto":
+            gather while that fits the memory budget.
         overlap: False makes transfers between ranks blocking.
         tile: Side, or (height, width), of a tile. None: chosen by the plan.
         memory_budget: Bytes, or a word like "512MiB", for tiles and kept logits. Where it has room to spare, logits
@@ -420,7 +440,7 @@ def _same(same_ids: str, ids: Tensor | None) -> str:
     return "ignore" if ids is None else same_ids
 
 
-def _contrast(
+def _describe(
     name: str,
     spec: Spec,
     rows: tuple[str, Tensor],
@@ -436,7 +456,7 @@ def _contrast(
     weight: Tensor | None,
     reduction: str,
     return_stats: bool,
-    group: Group,
+    ranks: str,
     grad_reduction: str,
     exchange: str,
     overlap: bool,
@@ -444,10 +464,11 @@ def _contrast(
     memory_budget: int | str | None,
     backend: str,
     directions: tuple[str, ...] = (),
-) -> Loss:
+) -> tuple[Inputs, Call, tuple[str, ...]]:
     """What all losses do after they have checked what is their own."""
     rows_name, first = rows
-    check_not_empty(name, rows_name, first)
+    if not ranks:
+        check_not_empty(name, rows_name, first)
     check_vector(name, "weight", weight, rows_name, first, integers=False)
     check_word(name, "normalize", normalize, (True, False, None))
     check_word(name, "reduction", reduction, ("mean", "sum", "none"))
@@ -456,12 +477,6 @@ def _contrast(
     check_word(name, "overlap", overlap, (True, False))
     check_word(name, "return_stats", return_stats, (True, False))
     check_word(name, "backend", backend, ("auto", "eager", "triton"))
-    ranks = group_name(name, group)
-    if ranks and not (spec.columns and reduction != "none" and grad_reduction == "mean" and exchange != "gather"):
-        raise ValueError(
-            f"{name}: group must be None in this version, got one of several ranks. So far only clip_loss runs on "
-            "several, over a ring, with reduction 'mean' or 'sum' and grad_reduction 'mean'."
-        )
     if weight is not None and weight.requires_grad:
         raise ValueError(f"{name}: weight must not require grad, because it gets none. Pass weight.detach().")
     scale = scale_of(name, logit_scale, temperature)
@@ -480,10 +495,23 @@ def _contrast(
         backend,
         autocast_dtype(first),
         ranks,
+        grad_reduction,
+        exchange,
+        overlap,
+        gradients=torch.is_grad_enabled(),
     )
-    inputs = Inputs(first, second, extra, scale, bias, *ids, positives, weight)
-    value, stats, *_ = contrast(*inputs, call.encode())
-    return (value, _named(stats, value.dtype, spec, directions)) if return_stats else value
+    return Inputs(first, second, extra, scale, bias, *ids, positives, weight), call, directions
+
+
+# Has a loss require grad on a rank that needs none itself, since others may; gets no gradient.
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+def _run(inputs: Inputs, call: Call, directions: tuple[str, ...]) -> Loss:
+    value, stats, *_, scalars, _ = contrast(*inputs, _ANCHOR if call.group else None, call.encode())
+    if call.group and not torch.compiler.is_compiling() and not gradients_are_wanted(scalars):
+        value = value.detach()
+    return (value, _named(stats, value.dtype, call.spec, directions)) if call.stats else value
 
 
 def _named(stats: Tensor, dtype: torch.dtype, spec: Spec, directions: tuple[str, ...]) -> dict[str, Tensor]:

@@ -21,10 +21,13 @@ from .checks import (
     group_name,
     tile_of,
 )
+from .distributed.collectives import Ranks, refused_together
+from .distributed.parcel import Parcel
+from .distributed.ring import Luggage, Turn
 from .losses.block import Block, Tile
 from .losses.spec import Spec
-from .tiling.job import inverse_lengths
 from .tiling.plan import DEFAULT_BUDGET, Plan
+from .tiling.values import compute_dtype, inverse_lengths
 from .tiling.walk import walk
 
 PADDING = 64  # sides of a tile are multiples of it, so that no product has ragged edges
@@ -39,6 +42,8 @@ def retrieval_ranks(
     positives: Tensor | None = None,
     normalize: bool = False,
     group: Group = ...,
+    exchange: str = "auto",
+    overlap: bool = True,
     tile: int | tuple[int, int] | None = None,
     memory_budget: int | str | None = None,
     backend: str = "auto",
@@ -57,7 +62,9 @@ def retrieval_ranks(
         key: `[M, D]`, M at least N unless `positives` is given.
         positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i.
         normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses; one process in this version.
+        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `positives` are
+            rows of this rank's `key`.
+        exchange, overlap: As for the losses.
         tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
         memory_budget: Bytes, or a word like "512MiB", for tiles.
         backend: "auto" or "eager".
@@ -66,27 +73,32 @@ def retrieval_ranks(
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    scores = _Scores(name, query, key, normalize, group, tile, memory_budget, backend)
-    check_vector(name, "positives", positives, "query", query, integers=True)
-    if positives is None:
-        if len(key) < len(query):
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
+        check_vector(name, "positives", positives, "query", query, integers=True)
+        if positives is None:
+            if len(key) < len(query):
+                raise ValueError(
+                    f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; "
+                    f"got {len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+                )
+            positives = torch.arange(len(query), device=query.device)
+        elif len(positives) and (positives.min() < 0 or positives.max() >= len(key)):
             raise ValueError(
-                f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; got "
-                f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+                f"{name}: positives must be rows of key, 0 to {len(key) - 1}, got {positives.min().item()} to "
+                f"{positives.max().item()}."
             )
-        positives = torch.arange(len(query), device=query.device)
-    elif positives.min() < 0 or positives.max() >= len(key):
-        raise ValueError(
-            f"{name}: positives must be rows of key, 0 to {len(key) - 1}, got {positives.min().item()} to "
-            f"{positives.max().item()}."
-        )
-    positives = positives.long()
-    ranks = torch.empty(len(query), dtype=torch.int64, device=query.device)
+    scores.meet()
+    positives = positives.long() + scores.start
+    bar = torch.empty(len(query), dtype=scores.compute, device=query.device)
+    above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
     for strip in scores.strips():
-        bar = scores.of_positives(strip, strip[0].rows.of(positives))
-        above = torch.stack([scores.count_above(scores.of(crossing), bar) for crossing in strip]).sum(0)
-        strip[0].rows.of(ranks).copy_(torch.where(bar.isnan(), len(key), above))
-    return ranks
+        rows = strip[0].rows
+        scores.fill_in(strip, positives, bar)
+        for crossing in strip:
+            rows.of(above).add_(scores.count_above(scores.of(crossing), rows.of(bar)))
+    return torch.where(bar.isnan(), scores.num_keys, above)
 
 
 @torch.no_grad()
@@ -97,6 +109,8 @@ def similarity_topk(
     *,
     normalize: bool = False,
     group: Group = ...,
+    exchange: str = "auto",
+    overlap: bool = True,
     tile: int | tuple[int, int] | None = None,
     memory_budget: int | str | None = None,
     backend: str = "auto",
@@ -110,7 +124,9 @@ def similarity_topk(
         key: `[M, D]`.
         k: How many, 1 to M.
         normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses; one process in this version.
+        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `indices` count
+            the keys of all ranks.
+        exchange, overlap: As for the losses.
         tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
         memory_budget: Bytes, or a word like "512MiB", for tiles.
         backend: "auto" or "eager".
@@ -119,11 +135,12 @@ def similarity_topk(
         Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64.
     """
     name = "similarity_topk"
-    scores = _Scores(name, query, key, normalize, group, tile, memory_budget, backend)
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
-    if not 1 <= k <= len(key):
-        raise ValueError(f"{name}: k must be from 1 to the number of keys, {len(key)}, got {k}.")
+    ranks = group_name(name, group)
+    with refused_together(name, ranks):
+        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
+    scores.meet(k)
     values = torch.full((len(query), k), -torch.inf, dtype=scores.compute, device=query.device)
     indices = torch.zeros((len(query), k), dtype=torch.int64, device=query.device)
     for strip in scores.strips():
@@ -139,7 +156,7 @@ def similarity_topk(
 
 
 class _Scores:
-    """The plane of query-key scores, in tiles of one shape."""
+    """The plane of this rank's queries and everyone's keys, in tiles of one shape."""
 
     def __init__(
         self,
@@ -147,59 +164,100 @@ class _Scores:
         query: Tensor,
         key: Tensor,
         normalize: bool,
-        group: Group,
+        ranks: str,
+        exchange: str,
+        overlap: bool,
         tile: int | tuple[int, int] | None,
         memory_budget: int | str | None,
         backend: str,
     ) -> None:
         check_features(name, query=query, key=key)
-        check_not_empty(name, "query", query)
-        check_not_empty(name, "key", key)
+        if not ranks:
+            check_not_empty(name, "query", query)
+            check_not_empty(name, "key", key)
         check_word(name, "normalize", normalize, (True, False))
+        check_word(name, "exchange", exchange, ("auto", "ring", "gather"))
+        check_word(name, "overlap", overlap, (True, False))
         check_word(name, "backend", backend, ("auto", "eager", "triton"))
-        if group_name(name, group):
-            raise ValueError(f"{name}: group must be None in this version, got one of several ranks.")
-        self.compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-        budget = bytes_of(name, memory_budget) or DEFAULT_BUDGET
-        self.plan = Plan(*_sides(name, query, key, tile_of(name, tile), budget, self.compute))
-        self.rows = self._padded_strips(query, self.plan.rows, normalize)
-        self.columns = self._padded_strips(key, self.plan.columns, normalize)
-        self.num_rows, self.num_columns = len(query), len(key)
+        self.name, self.query, self.key, self.normalize = name, query, key, normalize
+        self.exchange, self.overlap = exchange, overlap
+        self.ranks = Ranks(name, ranks)
+        self.compute = compute_dtype(query)
+        self.budget = bytes_of(name, memory_budget) or DEFAULT_BUDGET
+        self.plan = Plan(*_sides(name, query, key, tile_of(name, tile), self.budget, self.compute))
         self.backend: Eager = select(name, backend, query.device, query.dtype)(
             Spec("softmax"), 1.0, 0.0, self.compute, query.device
         )
         self._ones = torch.ones(self.plan.columns, dtype=self.compute, device=query.device)
 
-    def _padded_strips(self, features: Tensor, side: int, normalize: bool) -> list[Block]:
-        strips = []
-        for start, part in zip(range(0, len(features), side), torch.split(features, side), strict=True):
-            strip = Block(
-                torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part, start
-            )
-            if normalize:
-                strip.inverse_norm = inverse_lengths(strip.features, self.compute)
-            strips.append(strip)
-        return strips
+    def meet(self, k: int = 1) -> None:
+        """Learn how many keys every rank has."""
+        same = {
+            "the width of features": self.key.shape[1],
+            "the dtype of features": str(self.key.dtype),
+            "the kind of device": self.key.device.type,
+            "normalize": self.normalize,
+            "exchange": self.exchange,
+            "k": k,
+        }
+        own = {"keys": len(self.key), "budget": self.budget}
+        guests = self.ranks.agree(same, own)
+        self.keys = [guest["keys"] for guest in guests]
+        self.num_keys = sum(self.keys)
+        if not 1 <= k <= self.num_keys:
+            raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
+        self.start = sum(self.keys[: self.ranks.rank])
+        gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
+        fits = gathered <= min(guest["budget"] for guest in guests)
+        self.gathers = fits if self.exchange == "auto" else self.exchange == "gather"
 
     def strips(self) -> Iterator[list[Tile]]:
-        return walk(self.plan, self.rows, self.columns, symmetric=False)
+        """The tiles by strips of queries: first those of the own keys, then of every visiting rank's."""
+        rows = self._padded_strips(self.query, self.plan.rows)
+        for owner, keys in self._visits():
+            columns = self._padded_strips(keys, self.plan.columns, sum(self.keys[:owner]))
+            self._end = columns[0].start + len(keys) if columns else 0
+            yield from (strip for strip in walk(self.plan, rows, columns, symmetric=False) if strip)
+
+    def _visits(self) -> Iterator[tuple[int, Tensor]]:
+        if self.ranks.size == 1:
+            yield 0, self.key
+            return
+        parcels = [Parcel(((self.key.dtype, (length, self.key.shape[1])),)) for length in self.keys]
+        luggage = Luggage.of(self.ranks.rank, parcels, [self.key], self.key.device)
+        turn = Turn(self.ranks, "forward", self.ranks.size - 1, self.overlap, self.gathers)
+        for visit in turn.visits(luggage):
+            if visit.parcel is None:
+                yield visit.owner, self.key
+            else:
+                yield visit.owner, parcels[visit.owner].open(visit.parcel)[0]
+
+    def _padded_strips(self, features: Tensor, side: int, offset: int = 0) -> list[Block]:
+        strips = []
+        for start, part in zip(range(0, len(features), side), torch.split(features, side), strict=False):
+            padded = torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part
+            strip = Block(padded, offset + start)
+            if self.normalize:
+                strip.inverse_norm = inverse_lengths(strip.features)
+            strips.append(strip)
+        return strips
 
     def of(self, tile: Tile) -> Tensor:
         """Scores of one tile, without its padding, until the next is asked for."""
         with torch.autocast(tile.rows.features.device.type, enabled=False):
             scores = self.backend.scores(tile)
-        return scores[: self.num_rows - tile.rows.start, : self.num_columns - tile.columns.start]
+        return scores[: len(self.query) - tile.rows.start, : self._end - tile.columns.start]
 
-    def of_positives(self, strip: list[Tile], positives: Tensor) -> Tensor:
-        """The positives' scores, from the same products that the others' come from."""
-        bar = torch.empty(len(positives), dtype=self.compute, device=positives.device)
+    def fill_in(self, strip: list[Tile], positives: Tensor, bar: Tensor) -> None:
+        """The positives' scores that are in this strip, from the same products that the others' come from."""
+        positives, bar = strip[0].rows.of(positives), strip[0].rows.of(bar)
         for tile in strip:
             column = positives - tile.columns.start
-            here = (column >= 0) & (column < len(tile.columns))
+            here = (column >= 0) & (positives < min(tile.columns.start + len(tile.columns), self._end))
             if here.any():
                 scores = self.of(tile)
-                bar = torch.where(here, scores.gather(1, column.clamp_(0, scores.shape[1] - 1)[:, None])[:, 0], bar)
-        return bar
+                found = scores.gather(1, column.clamp_(0, scores.shape[1] - 1)[:, None])[:, 0]
+                bar.copy_(torch.where(here, found, bar))
 
     def count_above(self, scores: Tensor, bar: Tensor) -> Tensor:
         # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.

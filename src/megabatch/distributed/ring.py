@@ -1,64 +1,153 @@
-"""A ring of ranks that pass tensors round, so that every rank sees every other's without holding them all."""
+"""The ring: every rank's parcel visits the others, and what they add up for its owner comes home.
 
-from collections.abc import Iterator
+Letters: n ranks; t the step, at which the parcel of rank - t is here; reach the last step: n - 1, or n // 2 where two
+ranks need meet on one side only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import Ranks, Transfer
+from .parcel import Parcel
 
-class Ring:
-    """The ranks of one process group, in rank order. With no group: this process alone, a ring of length one."""
+PARCELS, SUMS = 1, 2  # tags: one for every kind of message
 
-    def __init__(self, group_name: str = "") -> None:
-        self.group: dist.ProcessGroup | None = None
-        if group_name:
-            self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
-        self.size = dist.get_world_size(self.group) if self.group is not None else 1
-        self.rank = dist.get_rank(self.group) if self.group is not None else 0
 
-    def agree(self, function: str, **header: int) -> None:
-        """Make sure that all ranks bring the same numbers, before tensors move whose sizes follow from them."""
-        if self.group is None:
-            return
-        mine = torch.tensor(list(header.values()), dtype=torch.int64)
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyones, mine, group=self.group)
-        for name, *values in zip(header, *(numbers.tolist() for numbers in everyones), strict=True):
-            if len(set(values)) > 1:
-                raise ValueError(f"{function}: every rank of the group must bring the same {name}, got {values}.")
+@dataclass
+class Luggage:
+    """What goes round, in bytes.
 
-    def turn(self, read: list[Tensor], summed: list[Tensor]) -> Iterator[tuple[int, list[Tensor], list[Tensor]]]:
-        """Yield (owner, its read, its summed) of every rank, the own first. What is added to `summed` comes home.
+    Attributes:
+        parcel: This rank's own, at the beginning of memory that holds any rank's.
+        sizes: Of every rank's parcel.
+        sum_sizes: Of what is added up for every rank; 0 where nothing is.
+        merge: (owner, into, other): bring together what two ranks have added up for the owner.
+        welcome: Called with what others have added up for this rank.
+    """
 
-        All ranks bring tensors of the same shapes and dtypes.
-        """
-        reading, summing = read, summed
-        for step in range(self.size):
-            yield (self.rank - step) % self.size, reading, summing
-            if self.size > 1:
-                if step + 1 < self.size:
-                    reading = self._pass_on(reading)
-                summing = self._pass_on(summing)
-        for home, tensor in zip(summed, summing, strict=True):
-            if home is not tensor:
-                home.copy_(tensor)
+    parcel: Tensor
+    sizes: list[int]
+    sum_sizes: list[int]
+    merge: Callable[[int, Tensor, Tensor], None]
+    welcome: Callable[[Tensor], None]
 
-    def _pass_on(self, tensors: list[Tensor]) -> list[Tensor]:
-        assert self.group is not None
-        following = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
-        preceding = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        sends = [dist.P2POp(dist.isend, tensor.contiguous(), following, self.group) for tensor in tensors]
-        receives = [dist.P2POp(dist.irecv, tensor, preceding, self.group) for tensor in received]
-        for work in dist.batch_isend_irecv(sends + receives):
-            work.wait()
-        return received
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        parcels: list[Parcel],
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        sums: list[Parcel] | None = None,
+        merge: Callable[[int, Tensor, Tensor], None] = lambda owner, into, other: None,
+        welcome: Callable[[Tensor], None] = lambda sums: None,
+    ) -> "Luggage":
+        """With the rank's own tensors in its parcel. Without `sums` nothing is added up."""
+        sizes = [parcel.nbytes for parcel in parcels]
+        memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        parcels[rank].pack(tensors, memory)
+        return cls(memory, sizes, [parcel.nbytes for parcel in sums or [Parcel(())] * len(sizes)], merge, welcome)
 
-    def total(self, partial: Tensor) -> Tensor:
-        """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
-        if self.group is None:
-            return partial
-        parts = [torch.empty_like(partial) for _ in range(self.size)]
-        dist.all_gather(parts, partial.contiguous(), group=self.group)
-        return torch.stack(parts).sum(0)
+
+class Visit(NamedTuple):
+    """What is here at one step: the owner's parcel, and memory for what is added up for it. Neither at home."""
+
+    owner: int
+    parcel: Tensor | None = None
+    sums: Tensor | None = None
+
+
+@dataclass
+class Turn:
+    """One turn.
+
+    Attributes:
+        name: "forward" or "backward", for errors.
+        reach: How many other ranks come by.
+        overlap: Parcels travel while others are worked on. Otherwise every transfer is waited for.
+        gather: Every parcel comes straight from its owner, all at once, and sums go straight home: all parcels are
+            held, and no rank waits for what its neighbour must do first.
+    """
+
+    ranks: Ranks
+    name: str
+    reach: int
+    overlap: bool = True
+    gather: bool = False
+
+    def visits(self, luggage: Luggage) -> Iterator[Visit]:
+        """Every visit, the first at home. What is in `sums` when the next visit is asked for goes home."""
+        return self._straight(luggage) if self.gather else self._round(luggage)
+
+    def _round(self, luggage: Luggage) -> Iterator[Visit]:
+        """From neighbour to neighbour: two parcels are here at a time, the one worked on and the one that comes."""
+        sizes, sum_sizes = luggage.sizes, luggage.sum_sizes
+        parcels = [luggage.parcel, torch.empty_like(luggage.parcel)]
+        sums = [_memory(max(sum_sizes), luggage) for _ in range(min(2, self.reach))]
+        partial = _memory(max(sum_sizes), luggage)
+        coming, carried = Transfer(self.ranks), Transfer(self.ranks)
+        for step in range(self.reach + 1):
+            self._at(step)
+            coming.wait()
+            owner, following = self._owner(step), self._owner(step + 1)
+            here = parcels[step % 2][: sizes[owner]]
+            if step < self.reach:
+                coming = self._begin((1, here), (-1, parcels[(step + 1) % 2][: sizes[following]]), PARCELS)
+            if step == 0:
+                yield Visit(owner)
+                continue
+            mine = sums[step % len(sums)][: sum_sizes[owner]]
+            yield Visit(owner, here, mine)
+            carried.wait()
+            if step > 1 and len(mine):
+                luggage.merge(owner, mine, partial[: len(mine)])
+            if step < self.reach:
+                carried = self._begin((1, mine), (-1, partial[: sum_sizes[following]]), SUMS)
+            else:
+                home = partial[: sum_sizes[self.ranks.rank]]
+                self._begin((-step, mine), (step, home), SUMS).wait()
+                luggage.welcome(home)
+
+    def _straight(self, luggage: Luggage) -> Iterator[Visit]:
+        steps = range(1, self.reach + 1)
+        self._at(0)
+        own = luggage.parcel[: luggage.sizes[self.ranks.rank]]
+        parcels = [_memory(luggage.sizes[self._owner(step)], luggage) for step in steps]
+        coming = [
+            self._begin((step, own), (-step, parcel), PARCELS) for step, parcel in zip(steps, parcels, strict=True)
+        ]
+        yield Visit(self.ranks.rank)
+        homecoming = []
+        for step, parcel in zip(steps, parcels, strict=True):
+            self._at(step)
+            coming[step - 1].wait()
+            owner = self._owner(step)
+            mine = _memory(luggage.sum_sizes[owner], luggage)
+            yield Visit(owner, parcel, mine)
+            home = _memory(luggage.sum_sizes[self.ranks.rank], luggage)
+            homecoming.append((self._begin((-step, mine), (step, home), SUMS), home))
+        for transfer, home in homecoming:
+            transfer.wait()
+            luggage.welcome(home)
+
+    def _begin(self, send: tuple[int, Tensor], receive: tuple[int, Tensor], tag: int) -> Transfer:
+        """Begin to send to, and to receive from, the ranks that many places further."""
+        (to, sent), (source, received) = send, receive
+        transfer = self.ranks.transfer(self._owner(-to), sent, self._owner(-source), received, tag)
+        if not self.overlap:
+            transfer.wait()
+        return transfer
+
+    def _owner(self, step: int) -> int:
+        return (self.ranks.rank - step) % self.ranks.size
+
+    def _at(self, step: int) -> None:
+        self.ranks.place = f"step {step} of {self.reach} of the {self.name} turn"
+
+
+def _memory(size: int, luggage: Luggage) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=luggage.parcel.device)

@@ -44,14 +44,18 @@ class State:
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
-        state = cls(names, torch.zeros(len(names), num_rows, dtype=torch.float64, device=device))
-        for name in NEUTRAL_IS_LOWEST.intersection(names):
-            state[name].fill_(-math.inf)
-        return state
+        return cls(names, torch.empty(len(names), num_rows, dtype=torch.float64, device=device)).clear()
 
     @classmethod
     def of_nothing(cls) -> "State":
         return cls((), torch.empty(0, 0))
+
+    def clear(self) -> "State":
+        """Forget what the rows have met."""
+        self.table.zero_()
+        for name in NEUTRAL_IS_LOWEST.intersection(self.names):
+            self[name].fill_(-math.inf)
+        return self
 
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]

@@ -48,6 +48,7 @@ class Call:
         memory_budget: Bytes, if the caller chose them.
         product: Name of the dtype that autocast multiplies in, or "".
         group: Name of the process group, or "" for this process alone.
+        gradients: Autograd records: the loss of this rank can take part in a backward.
     """
 
     function: str
@@ -61,6 +62,10 @@ class Call:
     backend: str = "auto"
     product: str = ""
     group: str = ""
+    grad_reduction: str = "mean"
+    exchange: str = "auto"
+    overlap: bool = True
+    gradients: bool = True
 
     def encode(self) -> str:
         """As a string, which is what an operator can take and a compiler can treat as a constant."""
@@ -78,6 +83,10 @@ class Call:
                 self.backend,
                 self.product,
                 self.group,
+                self.grad_reduction,
+                self.exchange,
+                self.overlap,
+                self.gradients,
             )
         )
 

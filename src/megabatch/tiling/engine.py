@@ -4,7 +4,7 @@ Letters: x a row's features as the products take them; A the sum over its column
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State, fields
 from .call import Call, Inputs
-from .job import LONGEST_INVERSE, Job, attach, strip_height
+from .job import Job, attach
 from .plan import Plan
+from .values import LONGEST_INVERSE, strip_height
 from .walk import strips_of
 
 
@@ -27,7 +28,8 @@ class Outputs(NamedTuple):
         value: The loss: 0-d, or one per row.
         stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
         rows, columns: What a backward walk must know of every row and column: `remembered_fields`.
-        scalars: Gradients of scale and bias, where the forward walk computed them, then the plan.
+        scalars: Gradients of scale and bias, where the forward walk computed them; what the mean divides by; whether
+            any rank needs a gradient; the plan.
         kept: The features' gradients, or the logits that the plan keeps for a backward walk.
     """
 
@@ -58,52 +60,64 @@ class Gradients(NamedTuple):
         return first, second, extra, scale, bias
 
 
-NUM_STATS, NUM_SCALARS = 7, 6
+NUM_STATS, NUM_SCALARS = 7, 8
 
 
 def forward(inputs: Inputs, call: Call) -> Outputs:
     """The loss and, where the plan says so, the gradients with it."""
     job = Job(inputs, call)
-    job.check_values()
     names = fields(job.spec, call.stats)
     rows = State.neutral(names, job.num_rows, job.device)
     columns = rows if job.spec.symmetric else State.neutral(names, job.num_columns, job.device)
     attach(job.rows, "state", rows)
     attach(job.columns, "state", columns)
     if job.plan.passes == 1:
-        kept, scalars = _fold_and_push(job, rows)
+        kept, gradients = _fold_and_push(job, rows)
     else:
-        kept, scalars = _fold(job), rows.table.new_zeros(2)
-    scalars = torch.cat([scalars, scalars.new_tensor(job.plan.as_numbers())])
-    value, stats = _reduce(job, rows, columns)
+        kept, gradients = _fold(job), rows.table.new_zeros(2)
+    value, stats, denominator = _reduce(job, rows, columns)
+    numbers = [denominator, any(job.meeting.wanted), *job.plan.as_numbers()]
+    scalars = torch.cat([gradients, gradients.new_tensor(numbers)])
     of_columns = _remember(job, columns) if job.spec.columns else scalars.new_empty(0, 0)
     return Outputs(value, stats, _remember(job, rows), of_columns, scalars, kept)
+
+
+def gradients_are_wanted(scalars: Tensor) -> bool:
+    """Whether any rank needs one, from `Outputs.scalars`."""
+    return bool(scalars[3].item())
 
 
 def _fold(job: Job) -> Tensor:
     """The first of two walks. Returns the logits that the plan keeps."""
     kept, slots = job.new_slots()
-    tiles = (tile for strip in job.strips(summed=("state",)) for tile in strip)
+    tiles = (tile for strip in job.strips(carried=_carried(job)) for tile in strip)
     for index, tile in enumerate(tiles):
         job.backend.fold(tile, slots[index] if index < len(slots) else None)
     kept[: len(slots)] = kept.new_tensor([slot.shift for slot in slots])
     return kept
 
 
+def _carried(job: Job) -> str:
+    """What others add up for columns that travel in the forward: their state, where columns have one."""
+    return "state" if job.spec.two_sided or (job.spec.link == "sigmoid" and job.call.stats) else ""
+
+
 def _push(job: Job, kept: Tensor) -> None:
     """The second walk, over the same tiles in the same order."""
     job.attach_gradients()
     slots = job.slots(kept)
-    tiles = (tile for strip in job.strips(read=("state", "pull"), summed=("grad",)) for tile in strip)
+    brought = ("state", "pull") if job.spec.two_sided else ()
+    tiles = (tile for strip in job.strips(brought, carried="grad") for tile in strip)
     for index, tile in enumerate(tiles):
-        job.backend.push(tile, slots[index] if index < len(slots) else None)
+        if job.moves(tile):
+            job.backend.push(tile, slots[index] if index < len(slots) else None)
 
 
 def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
     """Both in one walk: tiles are pushed as soon as their rows are complete, while their logits are at hand."""
     gradients = job.attach_gradients_in_one()
     for side in (job.rows, job.columns)[: job.spec.directions]:
-        attach(side, "pull", job.weights(side) / job.largest_weight)
+        attach(side, "pull", job.weights(side) / job.meeting.largest_pull)
     _, slots = job.new_slots()
     for group, complete in _groups(job):
         for tile, slot in zip(group, slots, strict=True):
@@ -113,13 +127,15 @@ def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
             block.pull = block.state.weights(job.spec, block.pull)
         for tile, slot in zip(group, slots, strict=True):
             job.backend.push(tile, slot, last=True)
-    factor = job.largest_weight / job.spec.directions
-    return gradients, _finish(job, factor / _denominator(job, rows) if job.call.reduction == "mean" else factor)
+    factor = job.meeting.largest_pull / job.spec.directions
+    if job.call.reduction == "mean":
+        factor /= _denominator(job, rows.weights(job.spec, job.weights(job.rows)).sum)
+    return gradients, _finish(job, factor)
 
 
 def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
     """The tiles that are folded before any of them can be pushed, and the rows that are complete then."""
-    strips = job.strips(summed=("state",))
+    strips = job.strips()
     if job.spec.link == "sigmoid":  # a tile at a time: a pair is complete by itself
         yield from (([tile], []) for strip in strips for tile in strip)
     elif job.spec.two_sided:  # the whole plane, a small one
@@ -132,17 +148,19 @@ def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
 def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
     """The gradient of every input that needs one, from what the forward left."""
     # The forward's own plan: made anew, it might be another, for the number of threads may have changed.
-    plan = Plan.from_numbers(outputs.scalars[2:].tolist())
+    denominator, _, *numbers = outputs.scalars[2:].tolist()
+    plan = Plan.from_numbers(numbers)
     if plan.passes == 1:
         return _multiplied(inputs, call, upstream, outputs)
-    job = Job(inputs, call, plan)
+    job = Job(inputs, call, plan, upstream)
     names = remembered_fields(job.spec)
     rows = State(names, outputs.rows)
-    factor = _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
-    if call.reduction == "mean":
-        factor = factor / _denominator(job, rows)
+    _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
     _push(job, outputs.kept)
-    scalars = _finish(job, factor / job.spec.directions)
+    factor: Tensor | float = job.meeting.largest_pull / job.spec.directions
+    if call.reduction != "none":
+        factor = factor * upstream.double() / (denominator if call.reduction == "mean" else 1.0)
+    scalars = _finish(job, factor)
     features = [block.grad for block, _ in job.features() if block.grad is not None]
     return _gradients(inputs, call, features, scalars)
 
@@ -168,37 +186,35 @@ def _like(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.to(x, copy=gradient.dim() == 0).view(x.shape)
 
 
-def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> Tensor:
-    """Give every row d value / d (its loss), up to the factor that is returned."""
-    factor = upstream.double()
+def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> None:
+    """Give every row d objective / d (its loss), up to a factor common to all."""
     for side, state in [(job.rows, rows), (job.columns, columns)][: job.spec.directions]:
         pull = job.weights(side)
         if job.spec.link == "softmax":
             attach(side, "state", state)
             pull = state.weights(job.spec, pull)
-        largest: Tensor | float = job.largest_weight
         if job.call.reduction == "none":
             pull = pull * upstream.double()
-            factor = largest = pull.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-        attach(side, "pull", pull / largest)
-    return factor if job.call.reduction == "none" else factor * job.largest_weight
+        attach(side, "pull", pull / job.meeting.largest_pull)
 
 
 def _finish(job: Job, factor: Tensor | float) -> Tensor:
     """From sums of slopes to gradients, in place, and those of scale and bias, which are returned."""
     scale_sum = job.backend.scale_sum
-    if job.call.needs.scale and not job.sums_slopes:
+    if job.meeting.wanted.scale and not job.sums_slopes:
         scale_sum = _scale_sum(job)
     scalars = factor * torch.tensor([scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
-    # With a group, trainers average gradients over its ranks.
-    coefficient = factor * job.scale * job.ring.size
+    # What every rank has of a mean or a sum is the whole. A trainer that averages over ranks divides the features' part
+    # by their number; one that adds multiplies the scale's. Of losses per row, every rank has its own.
+    averaged = job.call.reduction != "none" and job.call.grad_reduction == "mean"
+    coefficient = factor * job.scale * (job.ranks.size if averaged else 1)
     for block, _ in job.features():
         if block.inverse_norm is not None and block.grad is not None:
             for strip in block.strips(strip_height(block.features)):
                 _back_through_normalisation(job, strip)
         if block.grad is not None:
             block.grad.mul_(coefficient)
-    return job.ring.total(scalars)
+    return job.ranks.total(scalars) / (1 if averaged else job.ranks.size)
 
 
 def _back_through_normalisation(job: Job, strip: Block) -> None:
@@ -227,40 +243,42 @@ def _as_multiplied(job: Job, block: Block) -> Tensor:
 # ---- from the rows' losses to the value
 
 
-def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor]:
+def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor, float]:
+    """The value, the statistics, and what the mean divides by."""
     losses = rows.losses(job.spec)
     if job.spec.columns:
         losses = (losses + columns.losses(job.spec)) / 2
     if job.inputs.weight is not None:
         losses = losses * job.weights(job.rows)
-    total = job.ring.total(losses.sum())
-    mean = total / _denominator(job, rows)
-    value = {"mean": mean, "sum": total, "none": losses}[job.call.reduction]
-    stats = _statistics(job, rows, columns, mean) if job.call.stats else mean.new_zeros(NUM_STATS)
-    return value.to(job.compute), stats
-
-
-def _denominator(job: Job, rows: State) -> float:
-    """What the mean divides by: the weight of all rows that have a loss. 1 where none has, and every loss is 0."""
-    if job.spec.targets and job.inputs.weight is None:
-        return job.num_rows * job.ring.size
-    total = job.ring.total(rows.weights(job.spec, job.weights(job.rows)).sum()).item()
-    return total or 1.0
-
-
-def _statistics(job: Job, rows: State, columns: State, mean: Tensor) -> Tensor:
     weight = rows.weights(job.spec, job.weights(job.rows))
+    sums = [losses.sum(), weight.sum(), *(_statistics(job, rows, columns, weight) if job.call.stats else ())]
+    total, weight_total, *totals = job.ranks.total(torch.stack(sums)).unbind()
+    denominator = _denominator(job, lambda: weight_total)
+    mean = total / denominator
+    value = {"mean": mean, "sum": total, "none": losses}[job.call.reduction]
+    if not job.call.stats:
+        return value.to(job.compute), mean.new_zeros(NUM_STATS), denominator
+    means = torch.where(weight_total == 0, 0.0, torch.stack(totals) / weight_total)
+    return value.to(job.compute), torch.cat([mean[None], means[3:].mean()[None], means]), denominator
+
+
+def _denominator(job: Job, weight_of_rows: Callable[[], Tensor]) -> float:
+    """What the mean divides by: the weight of all rows that have a loss. 1 where none has, and every loss is 0."""
+    if job.spec.targets:
+        return job.meeting.weight * len(job.rows)
+    return weight_of_rows().item() or 1.0
+
+
+def _statistics(job: Job, rows: State, columns: State, weight: Tensor) -> list[Tensor]:
+    """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
     # Equal columns of different tiles may differ by a rounding or two: they still tie.
     slack = 4 * torch.finfo(job.compute).eps
     right = [side["best_positive"] >= side["best"] - slack * side["best"].abs() for side in sides]
-    sums = [
+    return [
         (weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])
     ]
-    totals = job.ring.total(torch.stack([weight.sum(), *sums]))
-    means = torch.where(totals[0] == 0, 0.0, totals[1:] / totals[0])
-    return torch.cat([mean[None], means[3:].mean()[None], means])
 
 
 # ---- what the backward must know of a row

@@ -2,7 +2,8 @@
 
 Tensors are arguments; everything else travels in one string, a constant to a compiler. Plans are made inside, from
 real sizes, so that a new batch size compiles nothing anew; outputs whose size the plan decides are of unknown size to a
-tracer. The backward is an operator of its own, and has no backward.
+tracer. The backward is an operator of its own, and has no backward. On several ranks an anchor, which requires grad and
+gets none, has every rank take part in the backward that another one needs.
 """
 
 from typing import Any
@@ -15,7 +16,8 @@ from .call import Call, Inputs
 
 _INPUTS = (
     "Tensor first, Tensor? second, Tensor? extra, Tensor scale, Tensor? bias, "
-    "Tensor? first_ids, Tensor? second_ids, Tensor? extra_ids, Tensor? positives, Tensor? weight, str call"
+    "Tensor? first_ids, Tensor? second_ids, Tensor? extra_ids, Tensor? positives, Tensor? weight, "
+    "Tensor? anchor, str call"
 )
 _OUTPUTS = "Tensor rows, Tensor columns, Tensor scalars, Tensor kept"
 
@@ -25,7 +27,7 @@ _OUTPUTS = "Tensor rows, Tensor columns, Tensor scalars, Tensor kept"
 )
 def contrast(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, its statistics, and what the backward needs: `engine.Outputs`."""
-    *tensors, code = arguments
+    *tensors, _, code = arguments
     inputs = Inputs(*tensors)
     with torch.autocast(inputs.first.device.type, enabled=False):
         return engine.forward(inputs, Call.decode(code)).as_tuple()
@@ -33,7 +35,7 @@ def contrast(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
 
 @contrast.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *tensors, code = arguments
+    *tensors, _, code = arguments
     inputs, call = Inputs(*tensors), Call.decode(code)
     first, spec = inputs.first, call.spec
     compute = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -60,7 +62,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
 )
 def contrast_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of first, second, extra, scale and bias; empty where none is needed."""
-    upstream, rows, columns, scalars, kept, *tensors, code = arguments
+    upstream, rows, columns, scalars, kept, *tensors, _, code = arguments
     inputs = Inputs(*tensors)
     outputs = engine.Outputs(upstream, upstream, rows, columns, scalars, kept)
     with torch.autocast(upstream.device.type, enabled=False):
@@ -69,7 +71,7 @@ def contrast_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 @contrast_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *tensors, code = arguments[5:]
+    *tensors, _, code = arguments[5:]
     inputs = Inputs(*tensors)
     given = zip(inputs[:5], Call.decode(code).needs, strict=True)
     gradients = engine.Gradients(*(x.new_empty(x.shape) if x is not None and need else None for x, need in given))
@@ -87,9 +89,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     needs = Call.decode(ctx.call).needs
     if upstream is None:
-        return (None,) * 11
+        return (None,) * 12
     gradients = contrast_backward(upstream, *ctx.saved_tensors, ctx.call)
-    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *[None] * 6
+    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *[None] * 7
 
 
 def _refuse(ctx: Any, *upstream: Tensor) -> None:

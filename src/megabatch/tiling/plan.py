@@ -18,11 +18,12 @@ USEFUL_HEIGHT = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """What the plan must know of a call: rows and columns of the plane by block, width, bytes of an element,
-    whether features are copied strip by strip and x.y is held beside the logits, and threads."""
+    """What the plan must know of a call: rows and columns of the plane by block, those of visiting ranks apart, width,
+    bytes of an element, whether features are copied strip by strip and x.y is held beside the logits, and threads."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    visiting: tuple[int, ...]
     width: int
     element: int
     copied: bool
@@ -92,7 +93,9 @@ def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
 
 
 def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
-    longest = max(shape.rows), max(shape.columns)
+    longest = max(*shape.rows, 1), max(*shape.columns, *shape.visiting, 1)
+    if call.spec.symmetric:
+        longest = max(longest), max(longest)
     if call.tile is not None:
         rows, columns = min(call.tile[0], longest[0]), min(call.tile[1], longest[1])
         needed = working_bytes(call, shape, rows, columns)
@@ -123,21 +126,23 @@ def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
 def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
     """The sides that ran fastest, as far as the plane reaches."""
     side = 2048 if shape.width >= 128 else 512
+    longest = max(*shape.rows, *shape.visiting, 1)
     if call.spec.symmetric and _small(shape):
-        return max(shape.rows), max(shape.rows)
+        return longest, longest
     if call.spec.symmetric:
         # A diagonal tile is computed whole though half of it would do: more strips, less waste.
-        return (min(side // 2, max(256, _even(max(shape.rows), -(-sum(shape.rows) // 8)))),) * 2
+        return (min(side // 2, max(256, _even(longest, -(-sum(shape.rows) // 8)))),) * 2
     return (side // 2 if shape.threads > 1 else side // 4), side
 
 
 def _small(shape: Shape) -> bool:
     """Whether a plane is so small that its logits are kept for the moment between fold and push, whatever the loss."""
-    return sum(shape.rows) * sum(shape.columns) * shape.element <= SMALL_PLANE
+    return sum(shape.rows) * sum(shape.columns + shape.visiting) * shape.element <= SMALL_PLANE
 
 
 def _even(length: int, side: int) -> int:
     """Sides of nearly equal strips, none longer than `side`, in whole cache lines where that is possible."""
+    side = max(side, 1)
     if length <= side:
         return length
     strips = -(-length // side)
@@ -145,6 +150,7 @@ def _even(length: int, side: int) -> int:
 
 
 def _num_tiles(call: Call, shape: Shape, rows: int, columns: int) -> int:
-    across = sum(-(-block // columns) for block in shape.columns)
+    """At most: where two ranks share what lies between them, each has fewer."""
+    across, visiting = (sum(-(-block // columns) for block in side) for side in (shape.columns, shape.visiting))
     down = sum(-(-block // rows) for block in shape.rows)
-    return down * (down + 1) // 2 if call.spec.symmetric else down * across
+    return (down * (down + 1) // 2 if call.spec.symmetric else down * across) + down * visiting

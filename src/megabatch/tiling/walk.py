@@ -7,7 +7,7 @@ from .plan import Plan
 
 
 def strips_of(blocks: list[Block], height: int) -> list[Block]:
-    return [strip for block in blocks for strip in block.strips(height)]
+    return [strip for block in blocks if len(block) for strip in block.strips(height)]
 
 
 def walk(plan: Plan, rows: list[Block], columns: list[Block], symmetric: bool) -> Iterator[list[Tile]]:

@@ -1,0 +1,181 @@
+"""Ranks: the processes of one group; what all of them say at once, and what one hands to another.
+
+Whatever goes wrong on the way says which function waited for whom, at which step, and what torch said of it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PAGE = 2048  # bytes of the first message of a handshake; longer ones need a second
+FIRST_HANDSHAKE = "the handshake before the forward turn"
+ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+Named = dict[str, Any]
+
+
+class Ranks:
+    """The ranks of a group, numbered within it. With no group: this process alone.
+
+    Attributes:
+        function: The public function that meets, for errors.
+        place: Where in that function we are, for errors.
+    """
+
+    def __init__(self, function: str, group_name: str = "") -> None:
+        self.function = function
+        self.place = FIRST_HANDSHAKE
+        self.group: dist.ProcessGroup | None = None
+        if group_name:
+            self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
+        self.size = dist.get_world_size(self.group) if self.group is not None else 1
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+
+    # ---- all at once
+
+    def agree(self, same: Named, own: Named, error: Exception | None = None) -> list[Named]:
+        """What every rank brings of its `own`, once it is sure that all bring the `same` and none has an `error`.
+
+        Otherwise the same exception on every rank. Values are what JSON can carry.
+        """
+        if self.group is None:
+            if error is not None:
+                raise error
+            return [own]
+        refusal = None if error is None else (type(error).__name__, str(error))
+        here = f"{self.function}, {self.place}"
+        said = [json.loads(text) for text in self._share(json.dumps([here, refusal, same, own]))]
+        places, refusals, sames, owns = zip(*said, strict=True)
+        if len(set(places)) > 1:
+            raise ValueError(
+                f"{self.function}: the ranks of a group must call the same functions in the same order, got "
+                f"{_first_difference(places)}."
+            )
+        self._raise_first(refusals, error)
+        for name in same:
+            values = [rank[name] for rank in sames]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"{self.function}: {name} must be the same on every rank of the group, got "
+                    f"{_first_difference(values)}."
+                )
+        return list(owns)
+
+    def _raise_first(self, refusals: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
+        refusing = [rank for rank, refusal in enumerate(refusals) if refusal]
+        if refusing:
+            kind, message = refusals[refusing[0]] or ("", "")
+            where = "" if len(refusing) == self.size else f" (On rank {refusing[0]} of the group's {self.size}.)"
+            raise ERRORS[kind](message + where) from own
+
+    def _share(self, text: str) -> list[str]:
+        """Every rank's text: one message where they are short."""
+        mine = text.encode()
+        page = torch.zeros(PAGE, dtype=torch.uint8)
+        head = b"%16d" % len(mine) + mine
+        page[: len(head)] = _as_bytes(head[:PAGE])
+        pages = [bytes(page.tolist()) for page in self._gather(page)]
+        lengths = [int(page[:16]) for page in pages]
+        texts = [page[16 : 16 + length] for page, length in zip(pages, lengths, strict=True)]
+        missing = max(lengths) - (PAGE - 16)
+        if missing > 0:
+            rest = torch.zeros(missing, dtype=torch.uint8)
+            tail = mine[PAGE - 16 :]
+            rest[: len(tail)] = _as_bytes(tail)
+            rests = [bytes(rest.tolist()) for rest in self._gather(rest)]
+            texts = [(text + rest)[:length] for text, rest, length in zip(texts, rests, lengths, strict=True)]
+        return [text.decode() for text in texts]
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
+        if self.group is None:
+            return partial
+        return torch.stack(self._gather(partial)).sum(0)
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        there = mine.contiguous().to(self._device)
+        everyones = [torch.empty_like(there) for _ in range(self.size)]
+        with self._telling("for the other ranks"):
+            dist.all_gather(everyones, there, group=self.group)
+        return [each.to(mine.device) for each in everyones]
+
+    @property
+    def _device(self) -> torch.device:
+        """Where this group's messages live: on the CPU if it can."""
+        assert self.group is not None
+        kinds = {device.type for device in self.group._device_types}
+        return torch.device("cpu") if "cpu" in kinds or not kinds else torch.device(kinds.pop())
+
+    # ---- from one to another
+
+    def transfer(self, to: int, sent: Tensor, source: int, received: Tensor, tag: int) -> "Transfer":
+        """Begin to send to one rank and to receive from another: one kind of message, the `tag`. Nothing of size 0
+        travels."""
+        messages = [("to take", to, dist.isend, sent), ("to send", source, dist.irecv, received)]
+        messages = [message for message in messages if message[-1].numel()]
+        waits = [f"for rank {peer} {verb} a block" for verb, peer, _, _ in messages]
+        if not messages:
+            return Transfer(self)
+        assert self.group is not None
+        operations = [
+            dist.P2POp(begin, tensor, dist.get_global_rank(self.group, peer), self.group, tag)
+            for _, peer, begin, tensor in messages
+        ]
+        with self._telling(waits[-1]):
+            works = dist.batch_isend_irecv(operations)
+        return Transfer(self, list(zip(waits, works, strict=False)))  # one work for both, on some backends
+
+    @contextmanager
+    def _telling(self, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RuntimeError(
+                f"{self.function}: rank {self.rank} of the group's {self.size} waited {whom}, at {self.place}, and "
+                f"torch said: {said} A rank has ended or does not answer; look for the first one that stopped."
+            ) from error
+
+
+class refused_together:
+    """Bad arguments met inside, on this rank, are raised on all ranks of the group, which wait in their handshake."""
+
+    def __init__(self, function: str, group_name: str) -> None:
+        self.function, self.group_name = function, group_name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self.group_name and isinstance(error, ValueError | TypeError) and not torch.compiler.is_compiling():
+            Ranks(self.function, self.group_name).agree({}, {}, error)
+
+
+@dataclass
+class Transfer:
+    """Messages on their way."""
+
+    ranks: Ranks
+    works: list[tuple[str, dist.Work]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until they have arrived. What has arrived is not waited for again."""
+        works, self.works = self.works, []
+        for whom, work in reversed(works):  # what is to come first: it is what the next step needs
+            with self.ranks._telling(whom):
+                work.wait()
+
+
+def _as_bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _first_difference(values: Sequence[Any]) -> str:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    return f"{values[0]!r} on rank 0 and {values[other]!r} on rank {other}"

@@ -1,0 +1,250 @@
+"""Meeting: what the ranks of a call know of each other, exchanged once before anything else moves.
+
+Messages, their sizes and who takes part in what follow from it alone, so that no rank can be left waiting.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.collectives import FIRST_HANDSHAKE, Named, Ranks
+from .call import Call, Inputs, Needs
+from .plan import DEFAULT_BUDGET
+from .values import check_values, warn_of_lengths
+
+FURTHEST_SCALES = 1e-5  # relative: ranks may round a logarithm's exponential differently
+
+
+@dataclass(frozen=True)
+class Guest:
+    """What one rank brings. Triples are about `first`, `second` and `extra` of its Inputs.
+
+    Attributes:
+        gradients: It records gradients: it can take part in a backward.
+        weights: Sum and maximum of its rows' weights.
+        upstream: d objective / d value, in the backward of a mean or sum; of losses per row, the largest.
+        budget: Bytes that it may take.
+        decides: Its caller chose a tile or a budget, which may turn out too small.
+    """
+
+    rows: tuple[int, int, int]
+    dtypes: tuple[str, str, str]
+    ids: tuple[bool, bool, bool]
+    needs: Needs
+    gradients: bool
+    scale: float
+    bias: float
+    weights: tuple[float, float]
+    upstream: float
+    budget: int
+    decides: bool
+
+
+class Place(NamedTuple):
+    """A block of a rank: which of its inputs, and where its rows lie on their side of the plane."""
+
+    which: int
+    start: int
+    length: int
+
+
+class Meeting:
+    """All ranks of a call.
+
+    Attributes:
+        turn: "forward" or "backward".
+        scale, bias: The same on all ranks.
+        wanted: Which gradients some rank needs.
+    """
+
+    def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None) -> None:
+        self.call, self.spec = call, call.spec
+        self.turn = "forward" if upstream is None else "backward"
+        self.ranks = Ranks(call.function, call.group)
+        self.ranks.place = self._handshake()
+        mine, error = _guest(inputs, call, upstream), None
+        if upstream is None:
+            try:
+                check_values(inputs, call, mine.scale, mine.bias)
+            except ValueError as refused:
+                error = refused
+        brought = self.ranks.agree(_options(inputs, call), vars(mine), error)
+        self.guests = [_told(own) for own in brought] if self.ranks.size > 1 else [mine]
+        self.mine = self.guests[self.ranks.rank]
+        self.scale, self.bias = self.guests[0].scale, self.guests[0].bias
+        self.wanted = Needs(*(any(guest.needs[i] for guest in self.guests) for i in range(len(Needs._fields))))
+        self._check()
+        if upstream is None:
+            warn_of_lengths(inputs, call)
+
+    def _check(self) -> None:
+        """What no rank can see alone. All see the same, so all raise the same."""
+        function = self.call.function
+        if self.num_rows == 0:
+            raise ValueError(
+                f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
+            )
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight}.")
+        for name, values in (("logit_scale", self._scales), ("logit_bias", self._biases)):
+            for rank, value in enumerate(values):
+                if not math.isclose(value, values[0], rel_tol=FURTHEST_SCALES, abs_tol=1e-12):
+                    raise ValueError(
+                        f"{function}: {name} must be the same on every rank of the group, got {values[0]} on rank 0 "
+                        f"and {value} on rank {rank}. Broadcast it from one rank before training."
+                    )
+        unwilling = [rank for rank, guest in enumerate(self.guests) if not guest.gradients]
+        if any(self.wanted) and unwilling:
+            raise ValueError(
+                f"{function}: gradients must be recorded on every rank if one needs them, but rank {unwilling[0]} runs "
+                "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
+            )
+        if self.turn == "backward" and self.call.reduction != "none":
+            upstreams = [guest.upstream for guest in self.guests]
+            for rank, value in enumerate(upstreams):
+                if value != upstreams[0] and not (math.isnan(value) and math.isnan(upstreams[0])):
+                    raise ValueError(
+                        f"{function}: what the loss is multiplied by must be the same on every rank of the group, got "
+                        f"{upstreams[0]} on rank 0 and {value} on rank {rank}. Pass weight or reduction='none' to "
+                        "weigh rows."
+                    )
+
+    def _handshake(self) -> str:
+        return FIRST_HANDSHAKE.replace("forward", self.turn)
+
+    @property
+    def _scales(self) -> list[float]:
+        return [guest.scale for guest in self.guests]
+
+    @property
+    def _biases(self) -> list[float]:
+        return [guest.bias for guest in self.guests]
+
+    def agree_on(self, error: ValueError | None) -> None:
+        """Raise a plan's error on all ranks, if any may have one."""
+        if any(guest.decides for guest in self.guests):
+            self.ranks.place = self._handshake() + ", second part"
+            self.ranks.agree({}, {}, error)
+        elif error is not None:
+            raise error
+
+    # ---- who holds what
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Of all ranks: the rows that have a loss."""
+        return sum(place.length for rank in range(self.ranks.size) for place in self.row_places(rank))
+
+    @cached_property
+    def weight(self) -> float:
+        """Of all rows of all ranks, each counted once."""
+        return math.fsum(guest.weights[0] for guest in self.guests)
+
+    @cached_property
+    def largest_pull(self) -> float:
+        """Pulls are divided by it, so that slopes are of size 1 whatever the weights."""
+        per_row = self.turn == "backward" and self.call.reduction == "none"
+        largest = torch.tensor([guest.upstream if per_row else guest.weights[1] for guest in self.guests]).double()
+        return max(largest.amax().item(), torch.finfo(torch.float64).tiny) if not largest.isnan().any() else math.nan
+
+    def row_places(self, rank: int) -> list[Place]:
+        return self._places(rank, (0, 1) if self.spec.symmetric else (0,))
+
+    def column_places(self, rank: int) -> list[Place]:
+        return self._places(rank, (0, 1) if self.spec.symmetric else (1, 2))
+
+    def _places(self, rank: int, side: tuple[int, ...]) -> list[Place]:
+        """All ranks' rows of a side's first input come before those of its second."""
+        places, start = [], 0
+        for which in side:
+            lengths = [guest.rows[which] for guest in self.guests]
+            places.append(Place(which, start + sum(lengths[:rank]), lengths[rank]))
+            start += sum(lengths)
+        return places
+
+    def all_needed(self, places: Callable[[int], list[Place]]) -> bool:
+        """Whether every row of a side, on every rank, gets a gradient."""
+        return all(
+            guest.needs[place.which] or place.length == 0
+            for rank, guest in enumerate(self.guests)
+            for place in places(rank)
+        )
+
+    @cached_property
+    def visiting(self) -> list[int]:
+        """The ranks whose columns come by, in their order. Of a symmetric plane half are enough."""
+        reach = self.ranks.size // 2 if self.spec.symmetric else self.ranks.size - 1
+        return [(self.ranks.rank - step) % self.ranks.size for step in range(1, reach + 1)]
+
+    def gathers(self, width: int) -> bool:
+        """Whether ranks exchange all columns at once rather than one after the other."""
+        if self.call.exchange != "auto":
+            return self.call.exchange == "gather"
+        columns = sum(place.length for rank in range(self.ranks.size) for place in self.column_places(rank))
+        element: int = max(getattr(torch, name).itemsize for guest in self.guests for name in guest.dtypes if name)
+        return columns * width * (element + 4) <= min(guest.budget for guest in self.guests)
+
+
+def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
+    features = inputs[:3]
+    ids = (inputs.first_ids, inputs.first_ids if call.spec.symmetric else inputs.second_ids, inputs.extra_ids)
+    count, weight = float(len(inputs.first)), inputs.weight
+    weights = (count, min(count, 1.0)) if weight is None else _sum_and_largest(weight.double())
+    told = 0.0
+    if upstream is not None and call.reduction == "none":
+        told = _largest_pull(inputs, upstream)
+    elif upstream is not None and call.group:  # nobody else's to be compared with, otherwise
+        told = upstream.double().item()
+    return Guest(
+        rows=tuple(0 if x is None else len(x) for x in features),  # type: ignore[arg-type]
+        dtypes=tuple("" if x is None else str(x.dtype).removeprefix("torch.") for x in features),  # type: ignore[arg-type]
+        ids=tuple(x is not None for x in ids),  # type: ignore[arg-type]
+        needs=call.needs,
+        gradients=call.gradients,
+        scale=inputs.scale.item(),
+        bias=0.0 if inputs.bias is None else inputs.bias.item(),
+        weights=weights,
+        upstream=told,
+        budget=call.memory_budget or DEFAULT_BUDGET,
+        decides=call.memory_budget is not None or call.tile is not None,
+    )
+
+
+def _sum_and_largest(weight: Tensor) -> tuple[float, float]:
+    return (weight.sum().item(), weight.amax().item()) if len(weight) else (0.0, 0.0)
+
+
+def _largest_pull(inputs: Inputs, upstream: Tensor) -> float:
+    pull = upstream.double()
+    if inputs.weight is not None:
+        pull = pull * inputs.weight.double().repeat(len(pull) // max(len(inputs.weight), 1))
+    return pull.abs().amax().item() if len(pull) else 0.0
+
+
+def _options(inputs: Inputs, call: Call) -> Named:
+    """What must be the same on all ranks, by the names that users know."""
+    return {
+        "the width of features": inputs.first.shape[1],
+        "the dtype of features": str(inputs.first.dtype).removeprefix("torch."),
+        "the kind of device": inputs.first.device.type,
+        "ids (given or not)": inputs.first_ids is not None,
+        "weight (given or not)": inputs.weight is not None,
+        "same_ids": call.spec.same,
+        "label_smoothing": call.spec.smoothing,
+        "normalize": bool(call.normalize),
+        "reduction": call.reduction,
+        "return_stats": call.stats,
+        "grad_reduction": call.grad_reduction,
+        "exchange": call.exchange,
+    }
+
+
+def _told(own: Named) -> Guest:
+    """A guest from what JSON made of it."""
+    lists = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
+    return Guest(**{**own, **lists, "needs": Needs(*own["needs"])})
