@@ -1,4 +1,4 @@
-"""What all tests share: the environment, the seed, and poisoned memory."""
+"""What all tests share: the environment, the seed, poisoned memory, and a pool of ranks."""
 
 import os
 
@@ -8,13 +8,15 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from megabatch.backends import workspace
+
+from .ranks import Pool
 
 UNINITIALISED = [
     (torch, "empty"),
@@ -34,6 +36,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def fresh_start() -> None:
     torch.manual_seed(0)
     workspace.release()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four real ranks; `pool.run(n, function, *args)` runs a function of a test file on the first n."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

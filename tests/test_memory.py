@@ -57,7 +57,7 @@ def below_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            *tensors, code = args
+            *tensors, _, code = args
             call = operators.Call.decode(code)
             outputs = engine.forward(operators.Inputs(*tensors), call)
             ctx.save_for_backward(*tensors, *outputs)
@@ -69,7 +69,7 @@ def below_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
         @staticmethod
         def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
             inputs, outputs = operators.Inputs(*ctx.saved_tensors[:10]), engine.Outputs(*ctx.saved_tensors[10:])
-            return *engine.backward(inputs, ctx.call, upstream, outputs), *[None] * 6
+            return *engine.backward(inputs, ctx.call, upstream, outputs), *[None] * 7
 
     monkeypatch.setattr("megabatch.functional.contrast", Plain.apply)
 

@@ -72,7 +72,7 @@ def test_operators_pass_opcheck(case: str) -> None:
     ids = torch.arange(9) // 2 if spec.same == "mask" else None
     needs = Needs(True, True, False, True, bias is not None)
     call = Call("test", spec, needs, reduction, normalize=False, tile=(4, 4), memory_budget=budget).encode()
-    inputs = (first, second, None, scale, bias, ids, ids, None, None, None)
+    inputs = (first, second, None, scale, bias, ids, ids, None, None, None, None)
     torch.library.opcheck(contrast, (*inputs, call))
     value, _, *rest = contrast(*inputs, call)
     detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
@@ -276,6 +276,20 @@ def test_forward_mode_derivatives_are_refused() -> None:
 
 def test_a_call_survives_its_way_through_the_operator() -> None:
     call = Call(
-        "f", specs.nt_xent("mask", 0.1), Needs(True, False, True), "none", True, None, (3, 4), 99, "eager", "x", "y"
+        "f",
+        specs.nt_xent("mask", 0.1),
+        Needs(True, False, True),
+        "none",
+        True,
+        None,
+        (3, 4),
+        99,
+        "eager",
+        "x",
+        "y",
+        "sum",
+        "gather",
+        False,
+        False,
     )
     assert Call.decode(call.encode()) == call

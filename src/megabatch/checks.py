@@ -254,6 +254,11 @@ def group_name(function: str, group: Group) -> str:
         if group.ndim != 1:
             raise ValueError(f"{function}: group must be a DeviceMesh of one dimension, got {group.ndim}.")
         group = group.get_group()
+    elsewhere: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that are not in the group
+    if group == elsewhere:
+        raise ValueError(
+            f"{function}: group must have this rank in it, got one of other ranks. Let only those call it."
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{function}: group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}.")
     return group.group_name if dist.get_world_size(group) > 1 else ""

@@ -1,6 +1,9 @@
-"""Measuring: `python -m megabatch.bench loss` and `python -m megabatch.bench demo`. Built on public names only.
+"""Measuring: `python -m megabatch.bench` and a command: loss, ring, gradients, demo. Built on public names only.
 
-In reading order: `cases` says what is measured, `contenders` who is measured, `rivals` is what they compute, `trial` is
-what one contender goes through, `measure` and `processes` are the instruments, `report` the output; `loss` and `demo`
-are the two commands.
+In reading order. `loss` and `demo`, in one process: `cases` says what is measured, `contenders` who is measured,
+`rivals` is what they compute, `trial` is what one contender goes through, `measure` and `processes` are the
+instruments, `report` the output.
+
+`ring`, a batch spread over ranks: `crews` says who, `ring_trial` what they go through; `ranks` and `wire` are the
+instruments. `gradients`, right or wrong over ranks: `peers` says who, `gradients_trial` what they go through.
 """

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import demo, loss
+from . import demo, gradients, loss, ring
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,6 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="")
     for name, command, summary in (
         ("loss", loss, "time and memory of every loss against its peers"),
+        ("ring", ring, "one batch spread over ranks: time, bytes on the wire, memory"),
+        ("gradients", gradients, "do gradients over ranks equal those of one process? ours and others'"),
         ("demo", demo, "dense against megabatch at growing batch sizes, under a memory limit"),
     ):
         subparser = commands.add_parser(

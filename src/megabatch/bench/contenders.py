@@ -90,17 +90,17 @@ def open_clip_formula(case: Case) -> Step:
 
 
 def open_clip(case: Case) -> Step:
-    module = _package("open_clip.loss")
+    module = package("open_clip.loss")
     return step_of(module.ClipLoss() if case.loss == "clip" else module.SigLipLoss())
 
 
 def lightly(case: Case) -> Step:
-    loss = _package("lightly.loss").NTXentLoss(temperature=1 / case.kind.scale)
+    loss = package("lightly.loss").NTXentLoss(temperature=1 / case.kind.scale)
     return step_of(lambda view1, view2, scale: loss(view1, view2))
 
 
 def metric_learning(case: Case) -> Step:
-    losses = _package("pytorch_metric_learning.losses")
+    losses = package("pytorch_metric_learning.losses")
     if case.loss == "supcon":
         supcon = losses.SupConLoss(temperature=1 / case.kind.scale)
         return step_of(lambda features, labels, scale: supcon(features, labels))
@@ -125,7 +125,8 @@ def products(case: Case) -> Step:
     return step
 
 
-def _package(name: str) -> Any:
+def package(name: str) -> Any:
+    """A module of another package. Raises NotInstalled."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise NotInstalled
     try:

@@ -86,16 +86,11 @@ def _table(case: Case, rows: list[Row]) -> str:
                 report.ratio(row.best, ours),
                 report.ratio(row.best, products),
                 report.mebibytes(row.peak_bytes),
-                _remark(row),
+                report.remark(row.status, row.note),
             )
             for row in rows
         ],
     )
-
-
-def _remark(row: Row) -> str:
-    status = {"ok": "", "wrong": "WRONG"}.get(row.status, row.status)
-    return f"{status}: {row.note}" if row.note else status
 
 
 def _record(row: Row, rows: list[Row]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,20 +22,26 @@ class OutOfMemory(Failed):
     """It asked for memory that it did not get."""
 
 
+def context() -> Any:
+    """Where processes, pipes and barriers are made."""
+    makers = multiprocessing.get_context(_METHOD)
+    if _METHOD == "forkserver":
+        makers.set_forkserver_preload(["megabatch.bench.trial", "torch._dynamo"])
+    return makers
+
+
 def run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """What `function`, known by its module and name, returns in a new process. Raises Failed."""
-    context = multiprocessing.get_context(_METHOD)
-    if _METHOD == "forkserver":
-        context.set_forkserver_preload(["megabatch.bench.trial", "torch._dynamo"])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, function, args, kwargs), daemon=True)  # type: ignore[attr-defined]
+    makers = context()
+    receiver, sender = makers.Pipe(duplex=False)
+    process = makers.Process(target=_child, args=(sender, function, args, kwargs), daemon=True)
     process.start()
     sender.close()
     try:
         error, result = receiver.recv()
     except EOFError:
         process.join()
-        raise _death(process.exitcode) from None
+        raise death(process.exitcode) from None
     process.join()
     if error is not None:
         raise error
@@ -62,7 +68,7 @@ def failure_of(error: Exception) -> Failed:
     return Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def _death(exitcode: int | None) -> Failed:
+def death(exitcode: int | None) -> Failed:
     if exitcode is None or exitcode >= 0:
         return Failed(f"its process ended without a result, exit code {exitcode}")
     name = signal.Signals(-exitcode).name

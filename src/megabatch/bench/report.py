@@ -31,6 +31,12 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row, widths(head, body)) for row in (head, *body))
 
 
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """The same for a page of documentation."""
+    rule = ["---"] * len(head)
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, rule, *body))
+
+
 def widths(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(head, *body, strict=True)]
 
@@ -50,9 +56,15 @@ def seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms"
 
 
-def mebibytes(value: int | None) -> str:
+def mebibytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.1f}"
 
 
 def ratio(value: float | None, base: float | None) -> str:
     return "-" if value is None or base is None else f"{value / base:.2f}"
+
+
+def remark(status: str, note: str) -> str:
+    """What stands at the end of a row."""
+    word = {"ok": "", "wrong": "WRONG"}.get(status, status)
+    return f"{word}: {note}" if note else word

@@ -21,6 +21,9 @@ SAME_LOSS = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 # Float64 matrices of logits that the check at full size holds at its peak, about.
 CHECK_MATRICES = 12
 
+# The loss and the gradients, by name.
+Results = dict[str, Tensor]
+
 
 @dataclass
 class Row:
@@ -58,7 +61,7 @@ def contest(case: Case, names: list[str], repeats: int, seconds: float) -> list[
 def _enter(case: Case, contender: Contender) -> Row:
     row = Row(contender.name, contender.title)
     needed = contender.held(case)
-    if not _would_fit(needed):
+    if not would_fit(needed):
         row.status, row.note = "would not fit", f"needs about {needed / 2**30:.1f} GiB"
         return row
     try:
@@ -94,7 +97,7 @@ def examine(case: Case, row: Row) -> Row:
         inputs.clear()
         row.peak_bytes = peak_of(step, inputs)
         del step, inputs
-        if contender.ours and case.rows > SMALL and _would_fit(CHECK_MATRICES * 8 * case.side**2):
+        if contender.ours and case.rows > SMALL and would_fit(CHECK_MATRICES * 8 * case.side**2):
             wrong = fault(contender, case)
     if wrong:
         row.status, row.note, row.peak_bytes = "wrong", wrong, None
@@ -111,11 +114,14 @@ def peak_of(step: Step, inputs: Inputs) -> int:
 def fault(contender: Contender, case: Case) -> str:
     """What is wrong with the contender's result in this case, or ""."""
     given = case.inputs()
-    truth = _results(contenders.dense(case, contender.normalizes), given.to(torch.float64))
-    got = _results(contender.make(case), given)
-    if contender.ours:
-        # Never worse than the dense loss in the same dtype, but for a slack.
-        peer = _results(contenders.dense(case), case.inputs())
+    truth = results(contenders.dense(case, contender.normalizes), given.to(torch.float64))
+    got = results(contender.make(case), given)
+    return difference(case, got, truth, results(contenders.dense(case), case.inputs()) if contender.ours else None)
+
+
+def difference(case: Case, got: Results, truth: Results, peer: Results | None = None) -> str:
+    """What is wrong with these results, or "". With a peer they may be no worse than the peer's, but for a slack."""
+    if peer is not None:
         allowed = {name: _distance(peer[name], exact) + _slack(case, exact) for name, exact in truth.items()}
     else:
         # To some the scale is a constant; in half precision its gradient is a difference of large numbers.
@@ -128,7 +134,7 @@ def fault(contender: Contender, case: Case) -> str:
     return ""
 
 
-def _results(step: Step, inputs: Inputs) -> dict[str, Tensor]:
+def results(step: Step, inputs: Inputs) -> Results:
     """The loss and every gradient there is, in float64."""
     named = {"loss": step(inputs)}
     for index, features in enumerate(inputs.features, start=1):
@@ -153,7 +159,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return _largest(a - b)
 
 
-def _would_fit(needed: float) -> bool:
+def would_fit(needed: float) -> bool:
     available = measure.available_bytes()
     return available is None or needed <= 0.9 * available
 

@@ -3,6 +3,7 @@
 Whatever goes wrong on the way says which function waited for whom, at which step, and what torch said of it.
 """
 
+import ctypes
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PAGE = 2048  # bytes of the first message of a handshake; longer ones need a second
+DIGITS = 16  # at its beginning: how long it is
 FIRST_HANDSHAKE = "the handshake before the forward turn"
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
@@ -48,13 +50,13 @@ class Ranks:
             if error is not None:
                 raise error
             return [own]
-        refusal = None if error is None else (type(error).__name__, str(error))
+        refusal = None if error is None else ("TypeError" if isinstance(error, TypeError) else "ValueError", str(error))
         here = f"{self.function}, {self.place}"
         said = [json.loads(text) for text in self._share(json.dumps([here, refusal, same, own]))]
         places, refusals, sames, owns = zip(*said, strict=True)
         if len(set(places)) > 1:
             raise ValueError(
-                f"{self.function}: the ranks of a group must call the same functions in the same order, got "
+                f"megabatch: the ranks of a group must call the same functions in the same order, got "
                 f"{_first_difference(places)}."
             )
         self._raise_first(refusals, error)
@@ -77,20 +79,19 @@ class Ranks:
     def _share(self, text: str) -> list[str]:
         """Every rank's text: one message where they are short."""
         mine = text.encode()
-        page = torch.zeros(PAGE, dtype=torch.uint8)
-        head = b"%16d" % len(mine) + mine
-        page[: len(head)] = _as_bytes(head[:PAGE])
-        pages = [bytes(page.tolist()) for page in self._gather(page)]
-        lengths = [int(page[:16]) for page in pages]
-        texts = [page[16 : 16 + length] for page, length in zip(pages, lengths, strict=True)]
-        missing = max(lengths) - (PAGE - 16)
-        if missing > 0:
-            rest = torch.zeros(missing, dtype=torch.uint8)
-            tail = mine[PAGE - 16 :]
-            rest[: len(tail)] = _as_bytes(tail)
-            rests = [bytes(rest.tolist()) for rest in self._gather(rest)]
-            texts = [(text + rest)[:length] for text, rest, length in zip(texts, rests, lengths, strict=True)]
-        return [text.decode() for text in texts]
+        first = b"%*d" % (DIGITS, len(mine)) + mine[: PAGE - DIGITS]
+        pages = self._gather_bytes(first.ljust(PAGE))
+        lengths = [int(page[:DIGITS]) for page in pages]
+        longest = max(lengths)
+        texts = [page[DIGITS:] for page in pages]
+        if longest > PAGE - DIGITS:
+            rests = self._gather_bytes(mine[PAGE - DIGITS :].ljust(longest))
+            texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
+        return [text[:length].decode() for text, length in zip(texts, lengths, strict=True)]
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        everyones = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return [ctypes.string_at(each.data_ptr(), len(mine)) for each in everyones]
 
     def total(self, partial: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
@@ -99,18 +100,17 @@ class Ranks:
         return torch.stack(self._gather(partial)).sum(0)
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
-        there = mine.contiguous().to(self._device)
+        there = mine.contiguous().to(self.devices[0])
         everyones = [torch.empty_like(there) for _ in range(self.size)]
         with self._telling("for the other ranks"):
             dist.all_gather(everyones, there, group=self.group)
         return [each.to(mine.device) for each in everyones]
 
     @property
-    def _device(self) -> torch.device:
-        """Where this group's messages live: on the CPU if it can."""
-        assert self.group is not None
-        kinds = {device.type for device in self.group._device_types}
-        return torch.device("cpu") if "cpu" in kinds or not kinds else torch.device(kinds.pop())
+    def devices(self) -> list[str]:
+        """The kinds of device that this group's messages can come from; the CPU first, if it is one."""
+        kinds = [] if self.group is None else [device.type for device in self.group._device_types]
+        return sorted(kinds, key=lambda kind: kind != "cpu")
 
     # ---- from one to another
 
@@ -170,10 +170,6 @@ class Transfer:
         for whom, work in reversed(works):  # what is to come first: it is what the next step needs
             with self.ranks._telling(whom):
                 work.wait()
-
-
-def _as_bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _first_difference(values: Sequence[Any]) -> str:

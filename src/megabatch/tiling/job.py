@@ -55,7 +55,7 @@ class Job:
 
     def _sides(self) -> tuple[list[Block], list[Block]]:
         first, second, extra, *_ = self.inputs
-        ids, rank = self.inputs.first_ids, self.ranks.rank
+        rank, (ids, second_ids, extra_ids) = self.ranks.rank, map(_long, self.inputs[5:8])
         # Where this rank's rows and columns begin among everyone's.
         starts = [place.start for place in self.meeting.row_places(rank)]
         column_starts = [place.start for place in self.meeting.column_places(rank)]
@@ -72,9 +72,9 @@ class Job:
             if positives is not None:
                 target, within = positives.long() + column_starts[0], None
             rows = [Block(first, starts[0], ids, target, within)]
-            columns = [Block(second, column_starts[0], self.inputs.second_ids)]
+            columns = [Block(second, column_starts[0], second_ids)]
             if extra is not None:
-                columns.append(Block(extra, column_starts[1], self.inputs.extra_ids))
+                columns.append(Block(extra, column_starts[1], extra_ids))
         if self.call.normalize:
             for block in {id(block): block for block in rows + columns}.values():
                 block.inverse_norm = inverse_lengths(block.features)
@@ -219,6 +219,11 @@ class Job:
         for block, part in zip(needed, torch.split(memory, [block.features.numel() for block in needed]), strict=True):
             block.grad = part.view(block.features.shape)
         return memory
+
+
+def _long(ids: Tensor | None) -> Tensor | None:
+    """As ids travel: those of another rank may have been narrower."""
+    return None if ids is None else ids.long()
 
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:

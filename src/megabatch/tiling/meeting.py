@@ -63,7 +63,7 @@ class Meeting:
     """
 
     def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None) -> None:
-        self.call, self.spec = call, call.spec
+        self.call, self.spec, self.device = call, call.spec, inputs.first.device
         self.turn = "forward" if upstream is None else "backward"
         self.ranks = Ranks(call.function, call.group)
         self.ranks.place = self._handshake()
@@ -85,9 +85,18 @@ class Meeting:
     def _check(self) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function = self.call.function
+        if self.ranks.size > 1 and self.device.type not in self.ranks.devices:
+            raise ValueError(
+                f"{function}: features must be on a device that the group's backend sends from, "
+                f"{' or '.join(self.ranks.devices)}, got {self.device.type}. Pass a group for that device."
+            )
         if self.num_rows == 0:
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
+            )
+        if len({guest.ids[2] for guest in self.guests if guest.rows[2]}) > 1:
+            raise ValueError(
+                f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
             )
         if not 0 < self.weight < math.inf:
             raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight}.")
@@ -233,6 +242,7 @@ def _options(inputs: Inputs, call: Call) -> Named:
         "the dtype of features": str(inputs.first.dtype).removeprefix("torch."),
         "the kind of device": inputs.first.device.type,
         "ids (given or not)": inputs.first_ids is not None,
+        "key_ids (given or not)": inputs.second_ids is not None,
         "weight (given or not)": inputs.weight is not None,
         "same_ids": call.spec.same,
         "label_smoothing": call.spec.smoothing,

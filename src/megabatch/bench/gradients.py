@@ -1,0 +1,94 @@
+"""`python -m megabatch.bench gradients`: do gradients over ranks equal those of one process? Ours and others'."""
+
+import argparse
+import json
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from . import gradients_trial, report
+from .cases import LOSSES
+from .gradients_trial import Row, Setting
+from .peers import PACKAGES, PEERS
+
+DESCRIPTION = """\
+Ranks, real gloo processes, share an encoder and hold a few rows each. Every loss is run on them once, in its own
+settings for ranks; then gradients are averaged over ranks, as DDP does, or summed where a loss is told so. The
+yardstick is the gradient of one process that holds all rows (megabatch.reference, float64).
+
+  encoder      length of the encoder's gradient over that of one process, 1 is right; and the cosine between them
+  logit_scale  the same for the gradient of the scale, and of the bias where there is one; - where it is a constant
+  value        what the loss returns on a rank: the loss of the whole batch ("global"), that of its own rows against all
+               ("local rows"), or so many times that
+  uneven       what happens when ranks bring different numbers of rows. In processes of its own: some crash or hang
+
+What megabatch does not get right is marked WRONG, and the exit code is 1.
+"""
+
+# Of what an error says; the JSON file has all of it.
+LONGEST = 120
+HEAD = ("", "encoder", "cosine", "logit_scale", "value", "uneven")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=4, metavar="W", help="number of ranks")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of each rank")
+    parser.add_argument("--width", type=int, default=16, metavar="D", help="width of the features")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=PACKAGES, help="whose losses")
+    parser.add_argument("--timeout", type=float, default=20, metavar="S", help="seconds to wait for a silent rank")
+    parser.add_argument("--markdown", action="store_true", help="a table for documentation")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured to this file")
+
+
+def main(options: argparse.Namespace) -> int:
+    setting = Setting(options.ranks, options.rows, options.width, options.timeout)
+    machine = report.machine()
+    print("{cpu}, {cores} cores\ntorch {torch}".format(**machine))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.touch()
+    rows: list[Row] = []
+    for package in options.packages:
+        peers = [i for i, peer in enumerate(PEERS) if peer.package == package and peer.loss in options.losses]
+        rows += gradients_trial.contest(setting, peers)
+    print(f"\n{setting.ranks} ranks × {setting.rows} rows, D={setting.width}; uneven: {setting.uneven} rows\n")
+    body = [_cells(row) for row in rows]
+    print(report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
+    print(f"\n{_versions(options.packages)}")
+    if options.json:
+        record = {
+            "machine": machine,
+            "setting": asdict(setting),
+            "rows": [{**asdict(row), "wrong": row.wrong} for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        print(f"written to {options.json}")
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    last = row.uneven if row.status == "ok" else row.status
+    if row.wrong:
+        last = f"WRONG: {last}"
+    scale = _number(row.scale) + ("" if row.bias is None else f", bias {_number(row.bias)}")
+    return row.title, _number(row.encoder), _number(row.cosine), scale, row.value or "-", _short(last)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _versions(packages: list[str]) -> str:
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,177 @@
+"""`python -m megabatch.bench ring`: one batch spread over ranks: time, bytes on the wire, memory."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import report, ring_trial, wire
+from .cases import DTYPES, Case
+from .crews import ENTRANTS
+from .ring_trial import Row
+
+DESCRIPTION = """\
+Time, bytes sent and peak memory of a training step through the CLIP loss, forward and backward with all gradients, of
+one batch spread over ranks: gloo processes of one thread each on this machine. The yardstick is one process that holds
+the whole batch, with as many threads as there are ranks (or cores, if fewer).
+
+Time: the entrants take turns within one set of processes, after a run each that is not timed; all ranks start
+together, and the slowest counts. Best of all runs, and their mean and standard deviation. Where there are more ranks
+than cores, compare the rows of a table with each other only.
+
+Bytes: what the kernel counts on the loopback during a run, TCP's headers and acknowledgements too, over the number of
+ranks. The least of all runs, because whatever else talks over the loopback can only add to it.
+
+Memory: the peak of a rank's resident memory during one step beyond inputs and gradients; the largest of the ranks.
+Each entrant is weighed in a set of processes of its own.
+
+--bandwidth: the same again where the loopback passes no more than this (tc, in a network namespace of its own; needs
+root or user namespaces). All ranks share it. That it holds is checked with a plain transfer first.
+
+Right first: results are compared with the dense loss in float64 at a small number of rows, and at full size with the
+one process. What is wrong is reported as WRONG and gets no figures, and the exit code is 1; where megabatch is wrong,
+nobody gets a speed. Exit code 2: no limit could be set.
+"""
+
+HEAD = ("", "best", "mean ± std", "/ 1 process", "MiB sent/rank", "peak MiB/rank", "")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, nargs="+", default=[16384], metavar="N", help="rows of all ranks together")
+    parser.add_argument("--width", type=int, default=512, metavar="D", help="width of the features")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="n", help="numbers of ranks")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the features")
+    parser.add_argument("--contenders", nargs="+", choices=ENTRANTS, default=list(ENTRANTS), help="who takes part")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
+    parser.add_argument("--bandwidth", type=_rate, nargs="+", default=[], metavar="RATE", help="1gbit, 250mbit, …")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured to this file")
+    # How the command calls itself where the loopback is limited.
+    parser.add_argument("--limited-to", type=_rate, help=argparse.SUPPRESS)
+
+
+def _rate(text: str) -> str:
+    try:
+        wire.bits_per_second(text.lower())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text.lower()
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        for rate in options.bandwidth:  # what is missing shows now, not in an hour
+            wire.try_limit(rate)
+        if options.limited_to:
+            measured = wire.check_limit(options.limited_to)
+            print(f"\nloopback limited to {options.limited_to}: a plain transfer runs at {measured / 1e6:,.0f} Mbit/s")
+    except wire.NoLimit as reason:
+        print(f"ring: the loopback cannot be limited: {reason}", file=sys.stderr)
+        return 2
+    uneven = [(rows, size) for rows in options.rows for size in options.ranks if rows % size]
+    if uneven:
+        print("ring: --rows must be multiples of --ranks, got {} rows for {} ranks".format(*uneven[0]), file=sys.stderr)
+        return 2
+    return _measure(options)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    machine = report.machine()
+    if not options.limited_to:
+        print("{cpu}, {cores} cores\ntorch {torch}, ranks × 1 thread".format(**machine), flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.touch()
+    cases: list[dict[str, Any]] = []
+    code = 0
+    for exit_code, measured in _tables(options):
+        code = max(code, exit_code)
+        cases += measured
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine, "cases": cases}, indent=2) + "\n")
+    if options.json and not options.limited_to:
+        print(f"\nwritten to {options.json}")
+    return code
+
+
+def _tables(options: argparse.Namespace) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """An exit code and what was measured, table by table; those with a limit come all at once."""
+    for rows in options.rows:
+        for size in options.ranks:
+            case = Case("clip", rows, options.width, options.dtype)
+            results = ring_trial.contest(case, size, options.contenders, options.repeats)
+            print(
+                f"\n{_heading(case, size, options.limited_to)}\n{_table(results)}{_headline(results, size)}", flush=True
+            )
+            record = {**asdict(case), "ranks": size, "bandwidth": options.limited_to}
+            yield _exit_code(results), [{**record, "contenders": [_record(row, results) for row in results]}]
+    for rate in options.bandwidth:
+        yield _limited(options, rate)
+
+
+def _limited(options: argparse.Namespace, rate: str) -> tuple[int, list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory(prefix="megabatch-") as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "megabatch.bench", "ring", "--limited-to", rate, "--json", str(out)]
+        for name in ("rows", "width", "ranks", "dtype", "contenders", "repeats"):
+            value = getattr(options, name)
+            command += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        code = wire.run_limited(rate, command)
+        text = out.read_text() if out.exists() else ""
+        measured: list[dict[str, Any]] = json.loads(text)["cases"] if text else []
+    return code, measured
+
+
+def _exit_code(rows: list[Row]) -> int:
+    wrong = any(row.status == "wrong" for row in rows)
+    failed = any(row.status == "failed" for row in rows if ENTRANTS[row.name].ours)
+    return 1 if wrong or failed else 0
+
+
+def _heading(case: Case, size: int, limit: str | None) -> str:
+    return f"{case}, {size} ranks × {case.rows // size} rows" + (f", {limit} for all" if limit else "")
+
+
+def _table(rows: list[Row]) -> str:
+    one = _row(rows, "one")
+    return report.table(
+        HEAD,
+        [
+            (
+                row.title,
+                report.seconds(row.best),
+                _spread(row),
+                report.ratio(row.best, one.best if one else None),
+                report.mebibytes(row.sent_bytes),
+                report.mebibytes(row.peak_bytes),
+                report.remark(row.status, row.note),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _spread(row: Row) -> str:
+    return f"{report.seconds(row.mean)} ± {report.seconds(row.deviation)}" if row.seconds else "-"
+
+
+def _headline(rows: list[Row], size: int) -> str:
+    one, ring = _row(rows, "one"), _row(rows, "ring")
+    if one is None or ring is None or not one.seconds or not ring.seconds:
+        return ""
+    best, mean = report.ratio(ring.best, one.best), report.ratio(ring.mean, one.mean)
+    return f"\n{size} ranks × 1 thread / {one.title}: {best} (best), {mean} (mean)"
+
+
+def _record(row: Row, rows: list[Row]) -> dict[str, Any]:
+    """A row for the JSON file: everything, and the figures of the table."""
+    one = _row(rows, "one")
+    over = row.best / one.best if one and row.best and one.best else None
+    return {**asdict(row), "best": row.best, "mean": row.mean, "deviation": row.deviation, "over_one_process": over}
+
+
+def _row(rows: list[Row], name: str) -> Row | None:
+    return next((row for row in rows if row.name == name), None)

@@ -1,0 +1,296 @@
+"""Ranks that disagree, or one with bad input: the same clear error on all of them, and the group stays usable."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import megabatch
+from megabatch import reference
+
+from .ranks import Pool
+
+ODD = 1  # the rank that differs from the others
+NUM_RANKS = 3
+
+
+def features(rows: int = 4, width: int = 5, seed: int = 0, **kind: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.nn.functional.normalize(torch.randn(rows, width, generator=generator, dtype=torch.float64), dim=1)
+    return x.to(**kind) if kind else x
+
+
+def pair(odd: bool = False, grad: bool = True, **shape: Any) -> tuple[Tensor, Tensor]:
+    """Two sides, of the given shape or dtype on the odd rank only."""
+    sides = (features(seed=seed, **(shape if odd else {})) for seed in (0, 1))
+    first, second = (side.requires_grad_(grad and side.is_floating_point()) for side in sides)
+    return first, second
+
+
+def call(loss: str, group: Any, inputs: tuple[Any, ...] | None = None, *, scale: Any = 5.0, **options: Any) -> Tensor:
+    inputs = pair() if inputs is None else inputs
+    value = getattr(megabatch, loss)(*inputs, scale, group=group, **{"normalize": False, **options})
+    assert isinstance(value, Tensor)
+    return value
+
+
+class Misuse(NamedTuple):
+    """What a rank does, given whether it is the odd one; the error and the words in it."""
+
+    error: type[Exception]
+    words: tuple[str, ...]
+    act: Callable[[bool, Any], object]
+
+
+def _no_grad_here(odd: bool, group: Any) -> None:
+    with torch.set_grad_enabled(not odd):
+        call("clip_loss", group)
+
+
+def _another_upstream(odd: bool, group: Any) -> None:
+    loss = call("clip_loss", group)
+    ((2.0 if odd else 1.0) * loss).backward()
+
+
+def _bad_positives(odd: bool, group: Any) -> None:
+    positives = torch.tensor([0, 1, 2, 4 if odd else 3])
+    call("info_nce_loss", group, positives=positives)
+
+
+def _supcon_labels(odd: bool, group: Any) -> None:
+    labels = torch.arange(4).double() if odd else torch.arange(4)
+    megabatch.supcon_loss(features().requires_grad_(), labels, 5.0, normalize=False, group=group)
+
+
+def _another_turn(odd: bool, group: Any) -> None:
+    loss = call("clip_loss", group)
+    if odd:
+        loss.backward()
+    else:
+        call("clip_loss", group)
+
+
+IDS, WEIGHT = torch.tensor([0, 1, 1, 2]), torch.tensor([1.0, 0.5, 2.0, 1.0])
+NAN = torch.tensor(torch.nan, dtype=torch.float64)
+
+MISUSES = {
+    "different widths": Misuse(
+        ValueError, ("width", "5", "7"), lambda odd, group: call("clip_loss", group, pair(odd, width=7))
+    ),
+    "different dtypes": Misuse(
+        ValueError,
+        ("dtype", "float64", "float32"),
+        lambda odd, group: call("clip_loss", group, pair(odd, dtype=torch.float32)),
+    ),
+    "different functions": Misuse(
+        ValueError, ("clip_loss", "siglip_loss"), lambda odd, group: call("siglip_loss" if odd else "clip_loss", group)
+    ),
+    "a loss and a search": Misuse(
+        ValueError,
+        ("clip_loss", "retrieval_ranks"),
+        lambda odd, group: megabatch.retrieval_ranks(*pair(), group=group) if odd else call("clip_loss", group),
+    ),
+    "different reductions": Misuse(
+        ValueError,
+        ("reduction", "mean", "sum"),
+        lambda odd, group: call("clip_loss", group, reduction="sum" if odd else "mean"),
+    ),
+    "different grad_reductions": Misuse(
+        ValueError,
+        ("grad_reduction", "mean", "sum"),
+        lambda odd, group: call("clip_loss", group, grad_reduction="sum" if odd else "mean"),
+    ),
+    "different normalize": Misuse(
+        ValueError, ("normalize", "True", "False"), lambda odd, group: call("siglip_loss", group, normalize=odd)
+    ),
+    "different label_smoothing": Misuse(
+        ValueError,
+        ("label_smoothing", "0.1", "0.2"),
+        lambda odd, group: call("nt_xent_loss", group, label_smoothing=0.2 if odd else 0.1),
+    ),
+    "different same_ids": Misuse(
+        ValueError,
+        ("same_ids", "mask", "positive"),
+        lambda odd, group: call("clip_loss", group, ids=IDS, same_ids="positive" if odd else "mask"),
+    ),
+    "different exchange": Misuse(
+        ValueError,
+        ("exchange", "ring", "gather"),
+        lambda odd, group: call("clip_loss", group, exchange="ring" if odd else "gather"),
+    ),
+    "ids on one rank only": Misuse(
+        ValueError, ("ids",), lambda odd, group: call("clip_loss", group, ids=IDS if odd else None)
+    ),
+    "query_ids on all ranks but one": Misuse(
+        ValueError,
+        ("ids",),
+        lambda odd, group: call("info_nce_loss", group, query_ids=None if odd else IDS, key_ids=None if odd else IDS),
+    ),
+    "key_ids on one rank only": Misuse(
+        ValueError,
+        ("key_ids",),
+        lambda odd, group: call("info_nce_loss", group, query_ids=IDS, key_ids=IDS if odd else None),
+    ),
+    "a very long message on one rank": Misuse(
+        ValueError,
+        ("reduction", "x" * 5000, f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, reduction="x" * 5000 if odd else "mean"),
+    ),
+    "a backward on one rank, another forward on the others": Misuse(
+        ValueError, ("forward", "backward", f"rank {ODD}"), _another_turn
+    ),
+    "weight on one rank only": Misuse(
+        ValueError,
+        ("weight",),
+        lambda odd, group: call(
+            "supcon_loss", group, (features().requires_grad_(), IDS), weight=WEIGHT if odd else None
+        ),
+    ),
+    "different scales": Misuse(
+        ValueError, ("logit_scale", "5", "6"), lambda odd, group: call("clip_loss", group, scale=6.0 if odd else 5.0)
+    ),
+    "different biases": Misuse(
+        ValueError, ("logit_bias",), lambda odd, group: call("siglip_loss", group, logit_bias=-2.0 if odd else -3.0)
+    ),
+    "a scale that is NaN on one rank": Misuse(
+        ValueError,
+        ("logit_scale", "nan", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, scale=NAN if odd else 5.0),
+    ),
+    "a negative weight on one rank": Misuse(
+        ValueError,
+        ("weight", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, weight=-WEIGHT if odd else WEIGHT),
+    ),
+    "a weight of another length on one rank": Misuse(
+        ValueError,
+        ("weight", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, weight=WEIGHT[:3] if odd else WEIGHT),
+    ),
+    "positives out of range on one rank": Misuse(ValueError, ("positives", "4", f"rank {ODD}"), _bad_positives),
+    "fewer keys than queries on one rank": Misuse(
+        ValueError,
+        ("key", "3", f"rank {ODD}"),
+        lambda odd, group: call("info_nce_loss", group, (features(), features(3 if odd else 4).requires_grad_())),
+    ),
+    "integer features on one rank": Misuse(
+        TypeError,
+        ("image_features", "int64", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, pair(odd, dtype=torch.int64)),
+    ),
+    "three dimensions on one rank": Misuse(
+        ValueError,
+        ("view1", r"\(1, 4, 5\)", f"rank {ODD}"),
+        lambda odd, group: call("nt_xent_loss", group, tuple(x[None] if odd else x for x in pair())),
+    ),
+    "unpaired rows on one rank": Misuse(
+        ValueError,
+        ("image_features", "text_features", f"rank {ODD}"),
+        lambda odd, group: call("siglip_loss", group, (features(), features(3 if odd else 4).requires_grad_())),
+    ),
+    "labels that are no integers on one rank": Misuse(TypeError, ("labels", "float64", f"rank {ODD}"), _supcon_labels),
+    "an option that is no word on one rank": Misuse(
+        ValueError,
+        ("reduction", "avg", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, reduction="avg" if odd else "mean"),
+    ),
+    "no_grad on one rank, gradients on the others": Misuse(ValueError, ("grad",), _no_grad_here),
+    "no rows at all": Misuse(
+        ValueError,
+        ("at least one row",),
+        lambda odd, group: call("clip_loss", group, pair(True, rows=0)),
+    ),
+    "all weights zero": Misuse(
+        ValueError, ("weight",), lambda odd, group: call("clip_loss", group, weight=torch.zeros(4))
+    ),
+    "different upstream gradients of a mean": Misuse(
+        ValueError, ("1.0 on rank 0", f"2.0 on rank {ODD}"), _another_upstream
+    ),
+    "searches of different widths": Misuse(
+        ValueError, ("width",), lambda odd, group: megabatch.retrieval_ranks(*pair(odd, width=7), group=group)
+    ),
+    "searches of different k": Misuse(
+        ValueError, ("k",), lambda odd, group: megabatch.similarity_topk(*pair(), 3 if odd else 2, group=group)
+    ),
+    "a search for more keys than all ranks have": Misuse(
+        ValueError, ("k", "13", "12"), lambda odd, group: megabatch.similarity_topk(*pair(), 13, group=group)
+    ),
+    "a search whose positives are out of range on one rank": Misuse(
+        ValueError,
+        ("positives", "9", f"rank {ODD}"),
+        lambda odd, group: megabatch.retrieval_ranks(*pair(), positives=torch.full((4,), 9 if odd else 0), group=group),
+    ),
+}
+
+
+def misuse(rank: int, group: Any, name: str) -> tuple[str, str]:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        MISUSES[name].act(rank == ODD, group)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def good_step(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+    image, text = pair()
+    value = call("clip_loss", group, (image, text))
+    value.backward()
+    assert image.grad is not None
+    return value.detach(), image.grad
+
+
+def assert_usable(pool: Pool) -> None:
+    images, texts = (torch.cat([side] * NUM_RANKS) for side in pair(grad=False))
+    expected = reference.clip_loss(images, texts, 5.0)
+    for value, gradient in pool.run(NUM_RANKS, good_step):
+        torch.testing.assert_close(value, expected)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_every_rank_raises_the_same_error(pool: Pool, name: str) -> None:
+    error, words, _ = MISUSES[name]
+    first, *others = pool.run(NUM_RANKS, misuse, name)
+    if "different functions" not in name and "a loss and a search" not in name:
+        assert others == [first] * len(others)
+        assert re.match(r"\w+: ", first[1]), "names the function"
+    for kind, text in (first, *others):
+        assert kind == error.__name__, text
+        for word in words:
+            assert re.search(word, text), f"{word!r} is not in {text!r}"
+    assert_usable(pool)
+
+
+def odd_weight(rank: int, group: Any) -> Tensor:
+    return call("clip_loss", group, weight=torch.zeros(4) if rank == ODD else WEIGHT).detach()
+
+
+def test_weights_may_all_be_zero_on_one_rank(pool: Pool) -> None:
+    images, texts = (torch.cat([side] * NUM_RANKS) for side in pair(grad=False))
+    weights = torch.cat([torch.zeros(4) if rank == ODD else WEIGHT for rank in range(NUM_RANKS)])
+    for value in pool.run(NUM_RANKS, odd_weight):
+        torch.testing.assert_close(value, reference.clip_loss(images, texts, 5.0, weight=weights))
+
+
+def own_upstream(rank: int, group: Any) -> float:
+    image, text = pair()
+    (call("clip_loss", group, (image, text), reduction="none") * (rank + 1)).sum().backward()
+    assert image.grad is not None
+    return image.grad.abs().max().item()
+
+
+def test_losses_per_row_may_have_any_upstream_gradient(pool: Pool) -> None:
+    assert all(largest > 0 for largest in pool.run(NUM_RANKS, own_upstream))
+
+
+def own_way(rank: int, group: Any) -> Tensor:
+    """What only says how a rank computes is its own affair."""
+    options = ({"tile": 2}, {"memory_budget": "1MiB"}, {"overlap": False})[rank]
+    return call("clip_loss", group, exchange="ring", **options).detach()
+
+
+def test_tiles_budgets_and_overlap_are_each_ranks_own(pool: Pool) -> None:
+    images, texts = (torch.cat([side] * NUM_RANKS) for side in pair(grad=False))
+    for value in pool.run(NUM_RANKS, own_way):
+        torch.testing.assert_close(value, reference.clip_loss(images, texts, 5.0))

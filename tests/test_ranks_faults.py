@@ -1,0 +1,106 @@
+"""A rank that dies or sits still ends all others with an error that says where they waited, for whom, and why."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import megabatch
+from megabatch.backends.eager import Eager
+
+from .ranks import run_apart
+
+GROUP_TIMEOUT, SLACK = 6.0, 4.0  # seconds
+VICTIM = 1
+TORCH_SAYS = "Connection|connection|Timed out|timed out|Read error|reset by peer|Broken pipe|closed"
+
+
+class Fault(NamedTuple):
+    """What happens to the victim, at its first tile of a visiting block, in the second step of training."""
+
+    num_ranks: int
+    signal: signal.Signals
+    turn: str
+    loss: str = "clip_loss"
+    exchange: str = "ring"
+
+    def __str__(self) -> str:
+        return f"{self.signal.name} in the {self.turn} turn of {self.num_ranks} ranks, {self.loss} {self.exchange}"
+
+
+FAULTS = [
+    Fault(3, signal.SIGKILL, "forward"),
+    Fault(4, signal.SIGKILL, "backward"),
+    Fault(4, signal.SIGKILL, "forward", "nt_xent_loss"),
+    Fault(3, signal.SIGKILL, "backward", "siglip_loss", "gather"),
+    Fault(4, signal.SIGSTOP, "forward"),
+    Fault(3, signal.SIGSTOP, "backward"),
+]
+
+
+def strike(fault: Fault) -> None:
+    """From now on: at the second tile of the turn, which is the first of a block from another rank."""
+    name = {"forward": "fold", "backward": "push"}[fault.turn]
+    real, count = getattr(Eager, name), 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.kill(os.getpid(), fault.signal)
+        return real(*args, **kwargs)
+
+    setattr(Eager, name, counting)
+
+
+def step(rank: int, group: Any, fault: Fault) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    # Blocks that the buffers between two processes cannot hold.
+    sides = [torch.randn(64, 8192, generator=generator).requires_grad_() for _ in range(2)]
+    loss = getattr(megabatch, fault.loss)(*sides, 5.0, group=group, normalize=True, exchange=fault.exchange)
+    loss.backward()
+
+
+def rank_in_danger(rank: int, group: Any, folder: Path, fault: Fault) -> None:
+    step(rank, group, fault)
+    if rank == VICTIM:
+        strike(fault)
+    start = time.monotonic()
+    told: dict[str, Any] = {"text": None}
+    try:
+        while time.monotonic() - start < 2 * GROUP_TIMEOUT:
+            step(rank, group, fault)
+    except RuntimeError as error:
+        told = {"text": str(error)}
+    told["seconds"] = time.monotonic() - start
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # as one does after such an error: the others learn of it at once
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_rank_that_fails_ends_the_others(fault: Fault, tmp_path: Path) -> None:
+    exits = run_apart(
+        fault.num_ranks, rank_in_danger, tmp_path, fault, group_timeout=GROUP_TIMEOUT, deadline=4 * GROUP_TIMEOUT
+    )
+    assert exits == [-signal.SIGKILL if rank == VICTIM else 0 for rank in range(fault.num_ranks)]
+    everyone = set(range(fault.num_ranks))
+    in_time = SLACK if fault.signal == signal.SIGKILL else GROUP_TIMEOUT + SLACK
+    for rank in everyone - {VICTIM}:
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        text = told["text"]
+        assert text is not None, f"rank {rank} saw nothing"
+        assert text.startswith(f"{fault.loss}: "), text
+        named = {int(number) for number in re.findall(r"rank (\d)", text)} - {rank}
+        assert named, f"names whom it waited for: {text}"
+        around_it = {(rank + way) % fault.num_ranks for way in (-1, 1)}
+        assert named <= (around_it if (fault.loss, fault.exchange) == ("clip_loss", "ring") else everyone), text
+        assert re.search(r"step \d", text), text
+        assert fault.turn in text, text
+        assert re.search(TORCH_SAYS, text), text
+        assert told["seconds"] < in_time, f"rank {rank} took {told['seconds']:.1f} s: {text}"
