@@ -12,16 +12,17 @@ export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench clean
+.PHONY: help setup test lint format demo bench bench-ranks clean
 
 help:
-	@echo "make setup    create .venv and install megabatch into it, with its tools"
-	@echo "make test     lint, types and all tests"
-	@echo "make lint     ruff and mypy only"
-	@echo "make format   let ruff rewrite what it can"
-	@echo "make demo     dense against megabatch at growing batch sizes, under a memory limit"
-	@echo "make bench    time and memory of every loss against its peers"
-	@echo "make clean    remove caches and build output (.venv stays)"
+	@echo "make setup        create .venv and install megabatch into it, with its tools"
+	@echo "make test         lint, types and all tests"
+	@echo "make lint         ruff and mypy only"
+	@echo "make format       let ruff rewrite what it can"
+	@echo "make demo         dense against megabatch at growing batch sizes, under a memory limit"
+	@echo "make bench        time and memory of every loss against its peers"
+	@echo "make bench-ranks  the same over several ranks, and what gradients come out on them"
+	@echo "make clean        remove caches and build output (.venv stays)"
 
 setup: $(STAMP)
 
@@ -47,6 +48,10 @@ demo: setup
 
 bench: setup
 	$(PY) -m megabatch.bench loss
+
+bench-ranks: setup
+	$(PY) -m megabatch.bench ring
+	$(PY) -m megabatch.bench gradients
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import megabatch
 from megabatch import reference
+from megabatch.distributed import collectives
 
 from .ranks import Pool
 
@@ -65,12 +68,31 @@ def _supcon_labels(odd: bool, group: Any) -> None:
     megabatch.supcon_loss(features().requires_grad_(), labels, 5.0, normalize=False, group=group)
 
 
+def _two_backwards(odd: bool, group: Any) -> None:
+    first, second = (call("clip_loss", group) for _ in range(2))
+    (second if odd else first).backward()
+
+
 def _another_turn(odd: bool, group: Any) -> None:
     loss = call("clip_loss", group)
     if odd:
         loss.backward()
     else:
         call("clip_loss", group)
+
+
+def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # The messages of the handshake have to travel all the same.
+        patch.setattr(collectives.Ranks, "_gather", partialmethod(_gather_anyway, collectives.Ranks._gather))
+        patch.setattr(collectives.Ranks, "_devices", lambda ranks: ["mtia"])
+        call("clip_loss", group)
+
+
+def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.Ranks, "_devices", lambda ranks: ["cpu"])
+        return gather(ranks, mine)
 
 
 IDS, WEIGHT = torch.tensor([0, 1, 1, 2]), torch.tensor([1.0, 0.5, 2.0, 1.0])
@@ -86,10 +108,12 @@ MISUSES = {
         lambda odd, group: call("clip_loss", group, pair(odd, dtype=torch.float32)),
     ),
     "different functions": Misuse(
-        ValueError, ("clip_loss", "siglip_loss"), lambda odd, group: call("siglip_loss" if odd else "clip_loss", group)
+        RuntimeError,
+        ("clip_loss", "siglip_loss"),
+        lambda odd, group: call("siglip_loss" if odd else "clip_loss", group),
     ),
     "a loss and a search": Misuse(
-        ValueError,
+        RuntimeError,
         ("clip_loss", "retrieval_ranks"),
         lambda odd, group: megabatch.retrieval_ranks(*pair(), group=group) if odd else call("clip_loss", group),
     ),
@@ -134,13 +158,66 @@ MISUSES = {
         ("key_ids",),
         lambda odd, group: call("info_nce_loss", group, query_ids=IDS, key_ids=IDS if odd else None),
     ),
+    "negative_ids on one rank only": Misuse(
+        ValueError,
+        ("negative_ids",),
+        lambda odd, group: call(
+            "info_nce_loss",
+            group,
+            query_ids=IDS,
+            key_ids=IDS,
+            negatives=features(),
+            negative_ids=IDS if odd else None,
+        ),
+    ),
+    "a backend that cannot run on one rank": Misuse(
+        ValueError,
+        ("backend 'triton'", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, backend="triton" if odd else "auto"),
+    ),
+    "a budget that is too small on one rank": Misuse(
+        ValueError,
+        ("memory_budget", "10", f"rank {ODD}"),
+        lambda odd, group: call("clip_loss", group, memory_budget=10 if odd else None),
+    ),
+    "a search with a budget that is too small on one rank": Misuse(
+        ValueError,
+        ("memory_budget", "10", f"rank {ODD}"),
+        lambda odd, group: megabatch.retrieval_ranks(*pair(), memory_budget=10 if odd else None, group=group),
+    ),
+    "features on a device that the group does not send from": Misuse(
+        ValueError, ("device", "mtia", "cpu"), lambda odd, group: _with_a_group_that_sends_from_elsewhere(group)
+    ),
+    "query_ids alone on all ranks": Misuse(
+        ValueError, ("query_ids alone",), lambda odd, group: call("info_nce_loss", group, query_ids=IDS)
+    ),
+    "backwards in another order on one rank": Misuse(
+        ValueError, ("the order of backwards", f"rank {ODD}"), _two_backwards
+    ),
+    "a module without a scale on one rank": Misuse(
+        ValueError,
+        ("ClipLoss", "logit_scale", f"rank {ODD}"),
+        lambda odd, group: megabatch.ClipLoss(init_logit_scale=None, normalize=False, group=group)(
+            *pair(), None if odd else 5.0
+        ),
+    ),
+    "a scale for a module that owns one on one rank": Misuse(
+        ValueError,
+        ("SigLipLoss", "owns one", f"rank {ODD}"),
+        lambda odd, group: megabatch.SigLipLoss(normalize=False, group=group)(*pair(), 5.0 if odd else None),
+    ),
+    "different reasons on all ranks": Misuse(
+        ValueError,
+        ("reduction", "rank 0"),
+        lambda odd, group: call("clip_loss", group, reduction="odd" if odd else "even"),
+    ),
     "a very long message on one rank": Misuse(
         ValueError,
         ("reduction", "x" * 5000, f"rank {ODD}"),
         lambda odd, group: call("clip_loss", group, reduction="x" * 5000 if odd else "mean"),
     ),
     "a backward on one rank, another forward on the others": Misuse(
-        ValueError, ("forward", "backward", f"rank {ODD}"), _another_turn
+        RuntimeError, ("forward", "backward", f"rank {ODD}"), _another_turn
     ),
     "weight on one rank only": Misuse(
         ValueError,
@@ -294,3 +371,14 @@ def test_tiles_budgets_and_overlap_are_each_ranks_own(pool: Pool) -> None:
     images, texts = (torch.cat([side] * NUM_RANKS) for side in pair(grad=False))
     for value in pool.run(NUM_RANKS, own_way):
         torch.testing.assert_close(value, reference.clip_loss(images, texts, 5.0))
+
+
+def _ask_as_a_stranger(rank: int, group: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        megabatch.clip_loss(*pair(), 5.0, group=dist.GroupMember.NON_GROUP_MEMBER)
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_a_group_is_told_so(pool: Pool) -> None:
+    for text in pool.run(2, _ask_as_a_stranger):
+        assert "clip_loss: group must have this rank in it" in text

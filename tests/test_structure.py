@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "checks": set(),
     "functional": {"checks", "tiling", "losses", "backends", "distributed"},
     "retrieval": {"checks", "tiling", "losses", "backends", "distributed"},
-    "modules": {"functional"},
+    "modules": {"functional", "checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval"},
     "bench": {PUBLIC, "reference"},
 }

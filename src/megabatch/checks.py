@@ -243,7 +243,7 @@ def group_name(function: str, group: Group) -> str:
     if group is None:
         return ""
     if isinstance(group, EllipsisType):
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
                 "Pass group=torch.distributed.group.WORLD for negatives from all ranks, or group=None for those of "

@@ -25,7 +25,7 @@ from .distributed.collectives import refused_together
 from .losses import spec as specs
 from .losses.spec import Spec
 from .tiling.call import Call, Inputs, Needs
-from .tiling.engine import gradients_are_wanted
+from .tiling.engine import Remembered
 from .tiling.operators import contrast
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
@@ -504,12 +504,13 @@ def _describe(
 
 
 # Has a loss require grad on a rank that needs none itself, since others may; gets no gradient.
-_ANCHOR = torch.zeros((), requires_grad=True)
+with torch.inference_mode(False):  # whatever mode the import happens in
+    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
 
 def _run(inputs: Inputs, call: Call, directions: tuple[str, ...]) -> Loss:
     value, stats, *_, scalars, _ = contrast(*inputs, _ANCHOR if call.group else None, call.encode())
-    if call.group and not torch.compiler.is_compiling() and not gradients_are_wanted(scalars):
+    if call.group and not torch.compiler.is_compiling() and not Remembered.of(scalars).wanted:
         value = value.detach()
     return (value, _named(stats, value.dtype, call.spec, directions)) if call.stats else value
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checks import group_name
+from .distributed.collectives import refused_together
 from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 
 # Keywords of the functions that belong to a batch, not to a module.
@@ -63,20 +65,26 @@ class _ContrastiveLoss(nn.Module):
     def _scale(self, given: float | Tensor | None) -> float | Tensor | None:
         if self.logit_scale is None:
             if given is None:
-                raise ValueError(f"{type(self).__name__}: logit_scale must be passed, because this module owns none.")
+                self._refuse("logit_scale must be passed, because this module owns none.")
             return given
-        self._refuse("logit_scale", given)
+        self._refuse_another("logit_scale", given)
         if self.training and self.max_logit_scale is not None:
             with torch.no_grad():
                 self.logit_scale.clamp_(max=math.log(self.max_logit_scale))
         return self.logit_scale.exp()
 
-    def _refuse(self, name: str, given: object) -> None:
+    def _refuse_another(self, name: str, given: object) -> None:
         if given is not None:
-            raise ValueError(
-                f"{type(self).__name__}: {name} must not be passed, because this module owns one. "
-                "Drop it, or construct the module with init_logit_scale=None."
+            self._refuse(
+                f"{name} must not be passed, because this module owns one. Drop it, or construct the module with "
+                "init_logit_scale=None."
             )
+
+    def _refuse(self, why: str) -> None:
+        """On all ranks: the others are in the function that this one does not come to."""
+        function = type(self).function.__name__
+        with refused_together(function, group_name(function, self.options.get("group", ...))):
+            raise ValueError(f"{type(self).__name__}: {why}")
 
     def _run(self, *features: Tensor, output_dict: bool = False, **keywords: Any) -> Any:
         result = type(self).function(*features, **self.options, **keywords)
@@ -187,7 +195,7 @@ class SigLipLoss(_ContrastiveLoss):
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
         scale = self._scale(logit_scale)
         if self.logit_bias is not None:
-            self._refuse("logit_bias", logit_bias)
+            self._refuse_another("logit_bias", logit_bias)
             logit_bias = self.logit_bias
         keywords = {"logit_scale": scale, "logit_bias": logit_bias, "weight": weight, "ids": ids}
         return self._run(image_features, text_features, output_dict=output_dict, **keywords)

@@ -23,7 +23,7 @@ from .checks import (
 )
 from .distributed.collectives import Ranks, refused_together
 from .distributed.parcel import Parcel
-from .distributed.ring import Luggage, Turn
+from .distributed.ring import Cargo, Turn, pack
 from .losses.block import Block, Tile
 from .losses.spec import Spec
 from .tiling.plan import DEFAULT_BUDGET, Plan
@@ -181,17 +181,16 @@ class _Scores:
         check_word(name, "backend", backend, ("auto", "eager", "triton"))
         self.name, self.query, self.key, self.normalize = name, query, key, normalize
         self.exchange, self.overlap = exchange, overlap
-        self.ranks = Ranks(name, ranks)
+        self.ranks = Ranks(name, ranks, device=key.device)
+        self.ranks.check_device()
         self.compute = compute_dtype(query)
-        self.budget = bytes_of(name, memory_budget) or DEFAULT_BUDGET
-        self.plan = Plan(*_sides(name, query, key, tile_of(name, tile), self.budget, self.compute))
+        self.tile, self.budget = tile_of(name, tile), bytes_of(name, memory_budget) or DEFAULT_BUDGET
         self.backend: Eager = select(name, backend, query.device, query.dtype)(
             Spec("softmax"), 1.0, 0.0, self.compute, query.device
         )
-        self._ones = torch.ones(self.plan.columns, dtype=self.compute, device=query.device)
 
-    def meet(self, k: int = 1) -> None:
-        """Learn how many keys every rank has."""
+    def meet(self, k: int | None = None) -> None:
+        """Learn how many keys every rank has, and plan accordingly."""
         same = {
             "the width of features": self.key.shape[1],
             "the dtype of features": str(self.key.dtype),
@@ -200,16 +199,41 @@ class _Scores:
             "exchange": self.exchange,
             "k": k,
         }
-        own = {"keys": len(self.key), "budget": self.budget}
-        guests = self.ranks.agree(same, own)
+        guests = self.ranks.agree(same, {"keys": len(self.key), "budget": self.budget})
         self.keys = [guest["keys"] for guest in guests]
         self.num_keys = sum(self.keys)
-        if not 1 <= k <= self.num_keys:
+        if self.num_keys == 0:
+            raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
+        if k is not None and not 1 <= k <= self.num_keys:
             raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
         self.start = sum(self.keys[: self.ranks.rank])
         gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
         fits = gathered <= min(guest["budget"] for guest in guests)
         self.gathers = fits if self.exchange == "auto" else self.exchange == "gather"
+        with refused_together(self.name, self.ranks.name):
+            self.plan = Plan(*self._sides())
+        self.ranks.agree({}, {})
+        self._ones = torch.ones(self.plan.columns, dtype=self.compute, device=self.key.device)
+
+    def _sides(self) -> tuple[int, int]:
+        """Height and width of a tile: multiples of the padding that fit the budget."""
+        element, width = self.compute.itemsize, self.query.shape[1]
+        longest = _padded(len(self.query)), _padded(max(self.keys))
+        sides = min(SIDE, longest[0]), min(SIDE, longest[1])
+        if self.tile is not None:
+            sides = min(_padded(self.tile[0]), longest[0]), min(_padded(self.tile[1]), longest[1])
+
+        def needed(sides: tuple[int, int]) -> int:
+            return element * (sides[0] * sides[1] + 2 * sum(sides) * width)
+
+        while self.tile is None and needed(sides) > self.budget and max(sides) > PADDING:
+            sides = _padded(sides[0] // 2), _padded(sides[1] // 2)
+        if needed(sides) > self.budget:
+            raise ValueError(
+                f"{self.name}: memory_budget must be at least {needed(sides)} bytes for a tile of {sides[0]} x "
+                f"{sides[1]} and features of width {width}, got {self.budget}. The default is {DEFAULT_BUDGET}."
+            )
+        return sides
 
     def strips(self) -> Iterator[list[Tile]]:
         """The tiles by strips of queries: first those of the own keys, then of every visiting rank's."""
@@ -224,13 +248,14 @@ class _Scores:
             yield 0, self.key
             return
         parcels = [Parcel(((self.key.dtype, (length, self.key.shape[1])),)) for length in self.keys]
-        luggage = Luggage.of(self.ranks.rank, parcels, [self.key], self.key.device)
-        turn = Turn(self.ranks, "forward", self.ranks.size - 1, self.overlap, self.gathers)
-        for visit in turn.visits(luggage):
-            if visit.parcel is None:
-                yield visit.owner, self.key
-            else:
+        own = pack(self.ranks.rank, parcels, [self.key], self.key.device)
+        sizes = [parcel.nbytes for parcel in parcels]
+        cargo = Cargo(own, sizes, [0] * len(sizes), merge=_nothing, take_home=_nothing)
+        for visit in Turn(self.ranks, self.ranks.size - 1, self.overlap, self.gathers).visits(cargo):
+            if visit.parcel is not None:
                 yield visit.owner, parcels[visit.owner].open(visit.parcel)[0]
+            elif not visit.again:
+                yield visit.owner, self.key
 
     def _padded_strips(self, features: Tensor, side: int, offset: int = 0) -> list[Block]:
         strips = []
@@ -266,28 +291,9 @@ class _Scores:
             return torch.mv(above, self._ones[: scores.shape[1]]).long()
 
 
-def _sides(
-    name: str, query: Tensor, key: Tensor, tile: tuple[int, int] | None, budget: int, compute: torch.dtype
-) -> tuple[int, int]:
-    """Height and width of a tile: multiples of the padding that fit the budget."""
-    element, width = torch.finfo(compute).bits // 8, query.shape[1]
-    longest = _padded(len(query)), _padded(len(key))
-    sides = min(SIDE, longest[0]), min(SIDE, longest[1])
-    if tile is not None:
-        sides = min(_padded(tile[0]), longest[0]), min(_padded(tile[1]), longest[1])
-
-    def needed(sides: tuple[int, int]) -> int:
-        return element * (sides[0] * sides[1] + 2 * sum(sides) * width)
-
-    while tile is None and needed(sides) > budget and max(sides) > PADDING:
-        sides = _padded(sides[0] // 2), _padded(sides[1] // 2)
-    if needed(sides) > budget:
-        raise ValueError(
-            f"{name}: memory_budget must be at least {needed(sides)} bytes for a tile of {sides[0]} x {sides[1]} and "
-            f"features of width {width}, got {budget}. The default is {DEFAULT_BUDGET}."
-        )
-    return sides
-
-
 def _padded(length: int) -> int:
     return max(PADDING, -(-length // PADDING) * PADDING)
+
+
+def _nothing(*_: object) -> None:
+    """Scores are counted where they are computed: nobody adds anything up for a key."""

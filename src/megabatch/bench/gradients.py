@@ -76,6 +76,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _short(text: str) -> str:
+    """A process's last words are in the JSON."""
+    text = text.partition(":")[0] if "was killed by" in text else text
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

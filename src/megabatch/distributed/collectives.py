@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from torch import Tensor
 
 PAGE = 2048  # bytes of the first message of a handshake; longer ones need a second
 DIGITS = 16  # at its beginning: how long it is
-FIRST_HANDSHAKE = "the handshake before the forward turn"
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
-Named = dict[str, Any]
+Facts = dict[str, Any]  # what JSON can carry
+
+_handshakes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # so far
+_met_on: WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -27,12 +30,16 @@ class Ranks:
 
     Attributes:
         function: The public function that meets, for errors.
-        place: Where in that function we are, for errors.
+        turn: "forward" or "backward".
+        place: Where in that turn we are, for errors.
+        device: Of the tensors that travel, where it is known.
     """
 
-    def __init__(self, function: str, group_name: str = "") -> None:
-        self.function = function
-        self.place = FIRST_HANDSHAKE
+    def __init__(
+        self, function: str, group_name: str = "", turn: str = "forward", device: torch.device | None = None
+    ) -> None:
+        self.function, self.name, self.turn, self.device = function, group_name, turn, device
+        self.place = f"the handshake before the {turn} turn"
         self.group: dist.ProcessGroup | None = None
         if group_name:
             self.group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
@@ -41,21 +48,27 @@ class Ranks:
 
     # ---- all at once
 
-    def agree(self, same: Named, own: Named, error: Exception | None = None) -> list[Named]:
+    @property
+    def handshakes(self) -> int:
+        """How many there have been in this group: the same number on all ranks."""
+        return 0 if self.group is None else _handshakes.get(self.group, 0)
+
+    def agree(self, same: Facts, own: Facts, error: Exception | None = None) -> list[Facts]:
         """What every rank brings of its `own`, once it is sure that all bring the `same` and none has an `error`.
 
-        Otherwise the same exception on every rank. Values are what JSON can carry.
+        Otherwise the same exception on every rank.
         """
         if self.group is None:
             if error is not None:
                 raise error
             return [own]
         refusal = None if error is None else ("TypeError" if isinstance(error, TypeError) else "ValueError", str(error))
+        _handshakes[self.group] = self.handshakes + 1
         here = f"{self.function}, {self.place}"
         said = [json.loads(text) for text in self._share(json.dumps([here, refusal, same, own]))]
         places, refusals, sames, owns = zip(*said, strict=True)
         if len(set(places)) > 1:
-            raise ValueError(
+            raise RuntimeError(
                 f"megabatch: the ranks of a group must call the same functions in the same order, got "
                 f"{_first_difference(places)}."
             )
@@ -73,7 +86,8 @@ class Ranks:
         refusing = [rank for rank, refusal in enumerate(refusals) if refusal]
         if refusing:
             kind, message = refusals[refusing[0]] or ("", "")
-            where = "" if len(refusing) == self.size else f" (On rank {refusing[0]} of the group's {self.size}.)"
+            all_alike = all(refusal == refusals[0] for refusal in refusals)
+            where = "" if all_alike else f" (On rank {refusing[0]} of the group's {self.size}.)"
             raise ERRORS[kind](message + where) from own
 
     def _share(self, text: str) -> list[str]:
@@ -91,26 +105,44 @@ class Ranks:
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         everyones = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        return [ctypes.string_at(each.data_ptr(), len(mine)) for each in everyones]
+        return [ctypes.string_at(each.data_ptr(), len(mine)) for each in everyones]  # without numpy, at once
 
     def total(self, partial: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
         if self.group is None:
             return partial
+        self.place = f"the sum after {self.place}"
         return torch.stack(self._gather(partial)).sum(0)
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
-        there = mine.contiguous().to(self.devices[0])
+        """Every rank's: through the CPU, if the group has a way there."""
+        devices = self._devices()
+        there = mine.contiguous().to("cpu" if "cpu" in devices else self.device or devices[0])
         everyones = [torch.empty_like(there) for _ in range(self.size)]
         with self._telling("for the other ranks"):
             dist.all_gather(everyones, there, group=self.group)
         return [each.to(mine.device) for each in everyones]
 
-    @property
-    def devices(self) -> list[str]:
-        """The kinds of device that this group's messages can come from; the CPU first, if it is one."""
-        kinds = [] if self.group is None else [device.type for device in self.group._device_types]
-        return sorted(kinds, key=lambda kind: kind != "cpu")
+    def _devices(self) -> list[str]:
+        """The kinds of device that this group sends from."""
+        ways = (way.split(":") for way in str(dist.get_backend_config(self.group)).split(","))
+        return [device for device, backend in ways if device == "cpu" or backend != "gloo"]  # which knows the CPU alone
+
+    def check_device(self) -> None:
+        if self.group is not None and self.device is not None and self.device.type not in self._devices():
+            raise ValueError(
+                f"{self.function}: features must be on a device that the group's backend sends from "
+                f"({' or '.join(self._devices())}), got {self.device.type}. Pass a group for that device."
+            )
+
+    def begin(self) -> None:
+        """Before the first transfer: torch wants all ranks of a group in the first message on an accelerator."""
+        if self.group is None or self.device is None or self.device.type == "cpu":
+            return
+        met_on = _met_on.setdefault(self.group, set())
+        if self.device not in met_on:
+            met_on.add(self.device)
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     # ---- from one to another
 
@@ -124,12 +156,13 @@ class Ranks:
             return Transfer(self)
         assert self.group is not None
         operations = [
-            dist.P2POp(begin, tensor, dist.get_global_rank(self.group, peer), self.group, tag)
-            for _, peer, begin, tensor in messages
+            dist.P2POp(begin, tensor, group=self.group, tag=tag, group_peer=peer) for _, peer, begin, tensor in messages
         ]
         with self._telling(waits[-1]):
             works = dist.batch_isend_irecv(operations)
-        return Transfer(self, list(zip(waits, works, strict=False)))  # one work for both, on some backends
+        if len(works) < len(waits):  # one for both, on some backends
+            waits = [" or ".join(waits)]
+        return Transfer(self, list(zip(waits, works, strict=True)))
 
     @contextmanager
     def _telling(self, whom: str) -> Iterator[None]:
@@ -144,7 +177,8 @@ class Ranks:
 
 
 class refused_together:
-    """Bad arguments met inside, on this rank, are raised on all ranks of the group, which wait in their handshake."""
+    """`with refused_together(function, group_name):` bad arguments met inside, on this rank, are raised on all ranks
+    of the group, which wait in their handshake. A class, which a compiler can trace."""
 
     def __init__(self, function: str, group_name: str) -> None:
         self.function, self.group_name = function, group_name
@@ -165,7 +199,7 @@ class Transfer:
     works: list[tuple[str, dist.Work]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until they have arrived. What has arrived is not waited for again."""
+        """Until they have arrived; on an accelerator, have its stream wait. Nothing is waited for twice."""
         works, self.works = self.works, []
         for whom, work in reversed(works):  # what is to come first: it is what the next step needs
             with self.ranks._telling(whom):

@@ -17,7 +17,7 @@ from ..losses.state import State, fields
 from .call import Call, Inputs
 from .job import Job, attach
 from .plan import Plan
-from .values import LONGEST_INVERSE, strip_height
+from .values import LONGEST_INVERSE, strip_height, warn_of_lengths
 from .walk import strips_of
 
 
@@ -28,8 +28,7 @@ class Outputs(NamedTuple):
         value: The loss: 0-d, or one per row.
         stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
         rows, columns: What a backward walk must know of every row and column: `remembered_fields`.
-        scalars: Gradients of scale and bias, where the forward walk computed them; what the mean divides by; whether
-            any rank needs a gradient; the plan.
+        scalars: Gradients of scale and bias, where the forward walk computed them, then `Remembered`.
         kept: The features' gradients, or the logits that the plan keeps for a backward walk.
     """
 
@@ -60,7 +59,32 @@ class Gradients(NamedTuple):
         return first, second, extra, scale, bias
 
 
-NUM_STATS, NUM_SCALARS = 7, 8
+class Remembered(NamedTuple):
+    """Numbers that a backward must know of its forward.
+
+    Attributes:
+        denominator: What the mean divides by.
+        wanted: Whether any rank needs a gradient.
+        forward: The forward's number among the handshakes of its group.
+    """
+
+    denominator: float
+    wanted: bool
+    forward: int
+    plan: Plan
+
+    def after(self, gradients: Tensor) -> Tensor:
+        """As `Outputs.scalars`."""
+        numbers = [self.denominator, self.wanted, self.forward, *self.plan.as_numbers()]
+        return torch.cat([gradients, gradients.new_tensor(numbers)])
+
+    @classmethod
+    def of(cls, scalars: Tensor) -> "Remembered":
+        denominator, wanted, forward, *plan = scalars[2:].tolist()
+        return cls(denominator, bool(wanted), int(forward), Plan.from_numbers(plan))
+
+
+NUM_STATS, NUM_SCALARS = 7, 9
 
 
 def forward(inputs: Inputs, call: Call) -> Outputs:
@@ -76,15 +100,10 @@ def forward(inputs: Inputs, call: Call) -> Outputs:
     else:
         kept, gradients = _fold(job), rows.table.new_zeros(2)
     value, stats, denominator = _reduce(job, rows, columns)
-    numbers = [denominator, any(job.meeting.wanted), *job.plan.as_numbers()]
-    scalars = torch.cat([gradients, gradients.new_tensor(numbers)])
+    warn_of_lengths(inputs, call)
+    scalars = Remembered(denominator, any(job.meeting.wanted), job.ranks.handshakes, job.plan).after(gradients)
     of_columns = _remember(job, columns) if job.spec.columns else scalars.new_empty(0, 0)
     return Outputs(value, stats, _remember(job, rows), of_columns, scalars, kept)
-
-
-def gradients_are_wanted(scalars: Tensor) -> bool:
-    """Whether any rank needs one, from `Outputs.scalars`."""
-    return bool(scalars[3].item())
 
 
 def _fold(job: Job) -> Tensor:
@@ -148,11 +167,10 @@ def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
 def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
     """The gradient of every input that needs one, from what the forward left."""
     # The forward's own plan: made anew, it might be another, for the number of threads may have changed.
-    denominator, _, *numbers = outputs.scalars[2:].tolist()
-    plan = Plan.from_numbers(numbers)
+    denominator, _, forward, plan = Remembered.of(outputs.scalars)
     if plan.passes == 1:
         return _multiplied(inputs, call, upstream, outputs)
-    job = Job(inputs, call, plan, upstream)
+    job = Job(inputs, call, plan, upstream, forward)
     names = remembered_fields(job.spec)
     rows = State(names, outputs.rows)
     _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)

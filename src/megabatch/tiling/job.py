@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,9 +29,17 @@ class Job:
         compute: dtype of logits, slopes and sums of gradients.
     """
 
-    def __init__(self, inputs: Inputs, call: Call, plan: Plan | None = None, upstream: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        call: Call,
+        plan: Plan | None = None,
+        upstream: Tensor | None = None,
+        forward: int = 0,
+    ) -> None:
+        """The forward's plan and number, and `upstream`, come with a backward."""
         self.inputs, self.call, self.spec = inputs, call, call.spec
-        self.meeting = Meeting(inputs, call, upstream)
+        self.meeting = Meeting(inputs, call, upstream, forward)
         self.ranks = self.meeting.ranks
         self.device = inputs.first.device
         self.compute = compute_dtype(inputs.first)
@@ -57,8 +66,8 @@ class Job:
         first, second, extra, *_ = self.inputs
         rank, (ids, second_ids, extra_ids) = self.ranks.rank, map(_long, self.inputs[5:8])
         # Where this rank's rows and columns begin among everyone's.
-        starts = [place.start for place in self.meeting.row_places(rank)]
-        column_starts = [place.start for place in self.meeting.column_places(rank)]
+        starts = [place.start for place in self.meeting.row_places[rank]]
+        column_starts = [place.start for place in self.meeting.column_places[rank]]
         if self.spec.symmetric and second is None:
             rows = columns = [Block(first, starts[0], ids)]
         elif self.spec.symmetric:
@@ -112,17 +121,18 @@ class Job:
         return None if self.inputs.first.dtype == torch.float32 else self.inputs.first.dtype
 
     def _decide(self, plan: Plan | None, product: torch.dtype | None) -> tuple[Plan, type[Eager]]:
-        """The plan and the backend, or the same error on all ranks."""
-        call, first = self.call, self.inputs.first
-        error = None
+        """The plan, where the forward has not made it, and the backend; or the same error on all ranks."""
+        call, error = self.call, None
         try:
-            backend = select(call.function, call.backend, self.device, first.dtype)
-            plan = plan or make_plan(call, self._shape(product), self._one_pass())
+            backend = select(call.function, call.backend, self.device, self.inputs.first.dtype)
+            decided = plan or make_plan(call, self._shape(product), self._one_pass())
         except ValueError as refused:
             error = refused
-        self.meeting.agree_on(error)
-        assert plan is not None
-        return plan, backend
+        if plan is None:
+            self.meeting.agree_on_plans(error)
+        elif error is not None:
+            raise error
+        return decided, backend
 
     def _shape(self, product: torch.dtype | None) -> Shape:
         wanted = product or self.compute
@@ -130,9 +140,7 @@ class Job:
         return Shape(
             rows=tuple(map(len, self.rows)),
             columns=tuple(map(len, self.columns)),
-            visiting=tuple(
-                place.length for rank in self.meeting.visiting for place in self.meeting.column_places(rank)
-            ),
+            visiting=tuple(place.length for place in self.meeting.visiting()),
             width=self.inputs.first.shape[1],
             element=torch.finfo(self.compute).bits // 8,
             copied=any(block.features.dtype != wanted or block.inverse_norm is not None for block in blocks),
@@ -156,20 +164,22 @@ class Job:
     # ---- the walk
 
     def strips(self, brought: tuple[str, ...] = (), carried: str = "") -> Iterator[list[Tile]]:
-        """The tiles of the plane by strips of rows: first those of the own columns, then of every visiting rank's.
+        """The tiles of the plane by strips of rows: half of those with the own columns, those with the columns of every
+        visiting rank, and the other half.
 
         `brought` and `carried` name what travels with columns, and what is added up for them.
         """
+        own = walk(self.plan, self.rows, self.columns, self.spec.symmetric)
         if self.ranks.size == 1:
-            yield from walk(self.plan, self.rows, self.columns, self.spec.symmetric)
+            yield from own
             return
+        half = -(-sum(-(-len(block) // self.plan.rows) for block in self.rows) // 2)
         brought = ("features", "ids", "inverse_norm", *brought)
         visitors = Visitors(self.meeting, self.columns, self.compute, brought, carried)
-        gather = self.meeting.gathers(self.inputs.first.shape[1])
-        turn = Turn(self.ranks, self.meeting.turn, len(self.meeting.visiting), self.call.overlap, gather)
-        for visit in turn.visits(visitors.luggage()):
-            if visit.owner == self.ranks.rank:
-                yield from walk(self.plan, self.rows, self.columns, self.spec.symmetric)
+        turn = Turn(self.ranks, self.meeting.reach, self.call.overlap, self.meeting.gathers())
+        for visit in turn.visits(visitors.cargo()):
+            if visit.parcel is None:
+                yield from islice(own, half)
             else:
                 rows, columns = self._shared(visit.owner, visitors.arrive(visit))
                 yield from walk(self.plan, rows, columns, symmetric=False)

@@ -4,7 +4,6 @@ Messages, their sizes and who takes part in what follow from it alone, so that n
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,12 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.collectives import FIRST_HANDSHAKE, Named, Ranks
+from ..distributed.collectives import Facts, Ranks
+from ..distributed.ring import owner_at
 from .call import Call, Inputs, Needs
 from .plan import DEFAULT_BUDGET
-from .values import check_values, warn_of_lengths
+from .values import check_values
 
 FURTHEST_SCALES = 1e-5  # relative: ranks may round a logarithm's exponential differently
+WIDE = 2**16  # features
+SMALLEST_PULL = torch.finfo(torch.float64).tiny  # to divide by
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Guest:
         weights: Sum and maximum of its rows' weights.
         upstream: d objective / d value, in the backward of a mean or sum; of losses per row, the largest.
         budget: Bytes that it may take.
-        decides: Its caller chose a tile or a budget, which may turn out too small.
+        decides: Its caller chose a tile, a budget or a backend, or came with rows so wide that the default budget
+            may not do.
     """
 
     rows: tuple[int, int, int]
@@ -62,37 +65,38 @@ class Meeting:
         wanted: Which gradients some rank needs.
     """
 
-    def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None) -> None:
+    def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None, forward: int = 0) -> None:
+        """`upstream` and `forward`, the number of its forward, come with a backward."""
         self.call, self.spec, self.device = call, call.spec, inputs.first.device
         self.turn = "forward" if upstream is None else "backward"
-        self.ranks = Ranks(call.function, call.group)
-        self.ranks.place = self._handshake()
+        self.ranks = Ranks(call.function, call.group, self.turn, self.device)
+        self.width = inputs.first.shape[1]
         mine, error = _guest(inputs, call, upstream), None
         if upstream is None:
             try:
+                self.ranks.check_device()
                 check_values(inputs, call, mine.scale, mine.bias)
             except ValueError as refused:
                 error = refused
-        brought = self.ranks.agree(_options(inputs, call), vars(mine), error)
-        self.guests = [_told(own) for own in brought] if self.ranks.size > 1 else [mine]
+        options = _options(inputs, call) | {"the order of backwards (by the number of their forward)": forward}
+        brought = self.ranks.agree(options, vars(mine), error)
+        self.guests = [_guest_from(own) for own in brought] if self.ranks.size > 1 else [mine]
         self.mine = self.guests[self.ranks.rank]
         self.scale, self.bias = self.guests[0].scale, self.guests[0].bias
         self.wanted = Needs(*(any(guest.needs[i] for guest in self.guests) for i in range(len(Needs._fields))))
         self._check()
-        if upstream is None:
-            warn_of_lengths(inputs, call)
 
     def _check(self) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function = self.call.function
-        if self.ranks.size > 1 and self.device.type not in self.ranks.devices:
-            raise ValueError(
-                f"{function}: features must be on a device that the group's backend sends from, "
-                f"{' or '.join(self.ranks.devices)}, got {self.device.type}. Pass a group for that device."
-            )
         if self.num_rows == 0:
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
+            )
+        if self.mine.ids[0] and not any(guest.ids[1] or guest.ids[2] for guest in self.guests):
+            raise ValueError(
+                f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
+                "query_ids alone on every rank of the group."
             )
         if len({guest.ids[2] for guest in self.guests if guest.rows[2]}) > 1:
             raise ValueError(
@@ -100,12 +104,13 @@ class Meeting:
             )
         if not 0 < self.weight < math.inf:
             raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight}.")
-        for name, values in (("logit_scale", self._scales), ("logit_bias", self._biases)):
+        for name in ("scale", "bias"):
+            values = [getattr(guest, name) for guest in self.guests]
             for rank, value in enumerate(values):
                 if not math.isclose(value, values[0], rel_tol=FURTHEST_SCALES, abs_tol=1e-12):
                     raise ValueError(
-                        f"{function}: {name} must be the same on every rank of the group, got {values[0]} on rank 0 "
-                        f"and {value} on rank {rank}. Broadcast it from one rank before training."
+                        f"{function}: logit_{name} must be the same on every rank of the group, got {values[0]} on "
+                        f"rank 0 and {value} on rank {rank}. Broadcast it from one rank before training."
                     )
         unwilling = [rank for rank, guest in enumerate(self.guests) if not guest.gradients]
         if any(self.wanted) and unwilling:
@@ -123,21 +128,10 @@ class Meeting:
                         "weigh rows."
                     )
 
-    def _handshake(self) -> str:
-        return FIRST_HANDSHAKE.replace("forward", self.turn)
-
-    @property
-    def _scales(self) -> list[float]:
-        return [guest.scale for guest in self.guests]
-
-    @property
-    def _biases(self) -> list[float]:
-        return [guest.bias for guest in self.guests]
-
-    def agree_on(self, error: ValueError | None) -> None:
-        """Raise a plan's error on all ranks, if any may have one."""
+    def agree_on_plans(self, error: ValueError | None) -> None:
+        """Raise what a rank has against its plan on all ranks, if any may have something."""
         if any(guest.decides for guest in self.guests):
-            self.ranks.place = self._handshake() + ", second part"
+            self.ranks.place += ", its second part"
             self.ranks.agree({}, {}, error)
         elif error is not None:
             raise error
@@ -147,7 +141,7 @@ class Meeting:
     @cached_property
     def num_rows(self) -> int:
         """Of all ranks: the rows that have a loss."""
-        return sum(place.length for rank in range(self.ranks.size) for place in self.row_places(rank))
+        return sum(place.length for places in self.row_places for place in places)
 
     @cached_property
     def weight(self) -> float:
@@ -158,45 +152,54 @@ class Meeting:
     def largest_pull(self) -> float:
         """Pulls are divided by it, so that slopes are of size 1 whatever the weights."""
         per_row = self.turn == "backward" and self.call.reduction == "none"
-        largest = torch.tensor([guest.upstream if per_row else guest.weights[1] for guest in self.guests]).double()
-        return max(largest.amax().item(), torch.finfo(torch.float64).tiny) if not largest.isnan().any() else math.nan
+        largest = [guest.upstream if per_row else guest.weights[1] for guest in self.guests]
+        return math.nan if any(map(math.isnan, largest)) else max(*largest, SMALLEST_PULL)
 
-    def row_places(self, rank: int) -> list[Place]:
-        return self._places(rank, (0, 1) if self.spec.symmetric else (0,))
+    @cached_property
+    def row_places(self) -> list[list[Place]]:
+        """The blocks of every rank's rows."""
+        return self._places((0, 1) if self.spec.symmetric else (0,))
 
-    def column_places(self, rank: int) -> list[Place]:
-        return self._places(rank, (0, 1) if self.spec.symmetric else (1, 2))
+    @cached_property
+    def column_places(self) -> list[list[Place]]:
+        return self._places((0, 1) if self.spec.symmetric else (1, 2))
 
-    def _places(self, rank: int, side: tuple[int, ...]) -> list[Place]:
+    def _places(self, side: tuple[int, ...]) -> list[list[Place]]:
         """All ranks' rows of a side's first input come before those of its second."""
-        places, start = [], 0
+        places: list[list[Place]] = [[] for _ in self.guests]
+        start = 0
         for which in side:
-            lengths = [guest.rows[which] for guest in self.guests]
-            places.append(Place(which, start + sum(lengths[:rank]), lengths[rank]))
-            start += sum(lengths)
+            for rank, guest in enumerate(self.guests):
+                places[rank].append(Place(which, start, guest.rows[which]))
+                start += guest.rows[which]
         return places
 
-    def all_needed(self, places: Callable[[int], list[Place]]) -> bool:
+    def all_needed(self, side: list[list[Place]]) -> bool:
         """Whether every row of a side, on every rank, gets a gradient."""
         return all(
             guest.needs[place.which] or place.length == 0
-            for rank, guest in enumerate(self.guests)
-            for place in places(rank)
+            for guest, places in zip(self.guests, side, strict=True)
+            for place in places
         )
 
-    @cached_property
-    def visiting(self) -> list[int]:
-        """The ranks whose columns come by, in their order. Of a symmetric plane half are enough."""
-        reach = self.ranks.size // 2 if self.spec.symmetric else self.ranks.size - 1
-        return [(self.ranks.rank - step) % self.ranks.size for step in range(1, reach + 1)]
+    @property
+    def reach(self) -> int:
+        """How many ranks' columns come by. Of a symmetric plane half are enough."""
+        return self.ranks.size // 2 if self.spec.symmetric else self.ranks.size - 1
 
-    def gathers(self, width: int) -> bool:
+    def visiting(self) -> list[Place]:
+        """The blocks that come by."""
+        owners = (owner_at(step, self.ranks.rank, self.ranks.size) for step in range(1, self.reach + 1))
+        return [place for owner in owners for place in self.column_places[owner]]
+
+    def gathers(self) -> bool:
         """Whether ranks exchange all columns at once rather than one after the other."""
         if self.call.exchange != "auto":
             return self.call.exchange == "gather"
-        columns = sum(place.length for rank in range(self.ranks.size) for place in self.column_places(rank))
-        element: int = max(getattr(torch, name).itemsize for guest in self.guests for name in guest.dtypes if name)
-        return columns * width * (element + 4) <= min(guest.budget for guest in self.guests)
+        columns = sum(place.length for places in self.column_places for place in places)
+        features: int = max(getattr(torch, name).itemsize for guest in self.guests for name in guest.dtypes if name)
+        gradients = 2 * max(features, torch.float32.itemsize)  # those that go home and those that come
+        return columns * self.width * (features + gradients) <= min(guest.budget for guest in self.guests)
 
 
 def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
@@ -204,11 +207,11 @@ def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
     ids = (inputs.first_ids, inputs.first_ids if call.spec.symmetric else inputs.second_ids, inputs.extra_ids)
     count, weight = float(len(inputs.first)), inputs.weight
     weights = (count, min(count, 1.0)) if weight is None else _sum_and_largest(weight.double())
-    told = 0.0
+    multiplied = 0.0
     if upstream is not None and call.reduction == "none":
-        told = _largest_pull(inputs, upstream)
-    elif upstream is not None and call.group:  # nobody else's to be compared with, otherwise
-        told = upstream.double().item()
+        multiplied = _largest_pull(inputs, upstream)
+    elif upstream is not None and call.group:  # alone, there is no other to compare it with
+        multiplied = upstream.double().item()
     return Guest(
         rows=tuple(0 if x is None else len(x) for x in features),  # type: ignore[arg-type]
         dtypes=tuple("" if x is None else str(x.dtype).removeprefix("torch.") for x in features),  # type: ignore[arg-type]
@@ -218,9 +221,14 @@ def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
         scale=inputs.scale.item(),
         bias=0.0 if inputs.bias is None else inputs.bias.item(),
         weights=weights,
-        upstream=told,
+        upstream=multiplied,
         budget=call.memory_budget or DEFAULT_BUDGET,
-        decides=call.memory_budget is not None or call.tile is not None,
+        decides=(
+            call.memory_budget is not None
+            or call.tile is not None
+            or call.backend != "auto"
+            or inputs.first.shape[1] > WIDE
+        ),
     )
 
 
@@ -235,11 +243,12 @@ def _largest_pull(inputs: Inputs, upstream: Tensor) -> float:
     return pull.abs().amax().item() if len(pull) else 0.0
 
 
-def _options(inputs: Inputs, call: Call) -> Named:
+def _options(inputs: Inputs, call: Call) -> Facts:
     """What must be the same on all ranks, by the names that users know."""
     return {
         "the width of features": inputs.first.shape[1],
         "the dtype of features": str(inputs.first.dtype).removeprefix("torch."),
+        "the autocast dtype": call.product,
         "the kind of device": inputs.first.device.type,
         "ids (given or not)": inputs.first_ids is not None,
         "key_ids (given or not)": inputs.second_ids is not None,
@@ -254,7 +263,7 @@ def _options(inputs: Inputs, call: Call) -> Named:
     }
 
 
-def _told(own: Named) -> Guest:
+def _guest_from(own: Facts) -> Guest:
     """A guest from what JSON made of it."""
     lists = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
     return Guest(**{**own, **lists, "needs": Needs(*own["needs"])})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.parcel import Parcel
-from ..distributed.ring import Luggage, Visit
+from ..distributed.ring import Cargo, Visit, pack
 from ..losses.block import Block
 from ..losses.state import State
 from .meeting import Meeting, Place
@@ -34,14 +34,16 @@ class Visitors:
         self.width, self.device = home[0].features.shape[1], home[0].features.device
         self.state_names = home[0].state.names
         ranks = range(meeting.ranks.size)
+        self.places = [[place for place in meeting.column_places[rank] if place.length] for rank in ranks]
         self.parcels = [self._parcel(rank, self.brought) for rank in ranks]
         self.sums = [self._parcel(rank, self.carried) for rank in ranks]
 
-    def luggage(self) -> Luggage:
-        own = (getattr(block, name) for block in self.home for name in self.brought)
-        tensors = (value.table if isinstance(value, State) else value for value in own if value is not None)
-        rank = self.meeting.ranks.rank
-        return Luggage.of(rank, self.parcels, tensors, self.device, self.sums, self._merge, self._welcome)
+    def cargo(self) -> Cargo:
+        members = (getattr(block, name) for block in self.home for name in self.brought)
+        tensors = (value.table if isinstance(value, State) else value for value in members if value is not None)
+        own = pack(self.meeting.ranks.rank, self.parcels, tensors, self.device)
+        sizes, sum_sizes = ([parcel.nbytes for parcel in parcels] for parcels in (self.parcels, self.sums))
+        return Cargo(own, sizes, sum_sizes, self._merge, self._take_home)
 
     def arrive(self, visit: Visit) -> list[Block]:
         """The owner's blocks, with nothing added up for them so far."""
@@ -49,7 +51,7 @@ class Visitors:
         assert visit.sums is not None
         blocks = []
         read, added = self._open(visit.owner, visit.parcel), self._open_sums(visit.owner, visit.sums)
-        for place, members, sums in zip(self._places(visit.owner), read, added, strict=True):
+        for place, members, sums in zip(self.places[visit.owner], read, added, strict=True):
             for value in sums.values():
                 value.clear() if isinstance(value, State) else value.zero_()
             blocks.append(Block(start=place.start, **members, **sums))
@@ -59,7 +61,7 @@ class Visitors:
         for one, another in zip(self._open_sums(owner, into), self._open_sums(owner, other), strict=True):
             _add(one, another)
 
-    def _welcome(self, sums: Tensor) -> None:
+    def _take_home(self, sums: Tensor) -> None:
         for block, added in zip(self.home, self._open_sums(self.meeting.ranks.rank, sums), strict=True):
             _add(vars(block), added)
 
@@ -74,17 +76,14 @@ class Visitors:
     def _members(self, rank: int, names: tuple[str, ...], tensors: list[Tensor]) -> list[Members]:
         """Of every block of a rank."""
         rest = iter(tensors)
-        members = [{name: next(rest) for name, _ in self._kinds(rank, place, names)} for place in self._places(rank)]
+        members = [{name: next(rest) for name, _ in self._kinds(rank, place, names)} for place in self.places[rank]]
         for found in members:
             if "state" in found:
                 found["state"] = State(self.state_names, found["state"])  # type: ignore[assignment]
         return members
 
     def _parcel(self, rank: int, names: tuple[str, ...]) -> Parcel:
-        return Parcel(tuple(kind for place in self._places(rank) for _, kind in self._kinds(rank, place, names)))
-
-    def _places(self, rank: int) -> list[Place]:
-        return [place for place in self.meeting.column_places(rank) if place.length]
+        return Parcel(tuple(kind for place in self.places[rank] for _, kind in self._kinds(rank, place, names)))
 
     def _kinds(self, rank: int, place: Place, names: tuple[str, ...]) -> Iterator[tuple[str, Kind]]:
         """Dtype and shape of those members that a block of a rank has."""
