@@ -4,7 +4,7 @@ Letters: x a row's features as the products take them; A the sum over its column
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -84,7 +84,7 @@ class Remembered(NamedTuple):
         return cls(denominator, bool(wanted), int(forward), Plan.from_numbers(plan))
 
 
-NUM_STATS, NUM_SCALARS = 7, 9
+NUM_STATS, NUM_SUMS, NUM_SCALARS = 7, 5, 9
 
 
 def forward(inputs: Inputs, call: Call) -> Outputs:
@@ -148,7 +148,8 @@ def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
             job.backend.push(tile, slot, last=True)
     factor = job.meeting.largest_pull / job.spec.directions
     if job.call.reduction == "mean":
-        factor /= _denominator(job, rows.weights(job.spec, job.weights(job.rows)).sum)
+        weight = None if job.spec.targets else rows.weights(job.spec, job.weights(job.rows)).sum()
+        factor /= _denominator(job, weight)
     return gradients, _finish(job, factor)
 
 
@@ -268,27 +269,28 @@ def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor, floa
         losses = (losses + columns.losses(job.spec)) / 2
     if job.inputs.weight is not None:
         losses = losses * job.weights(job.rows)
-    weight = rows.weights(job.spec, job.weights(job.rows))
-    sums = [losses.sum(), weight.sum(), *(_statistics(job, rows, columns, weight) if job.call.stats else ())]
-    total, weight_total, *totals = job.ranks.total(torch.stack(sums)).unbind()
-    denominator = _denominator(job, lambda: weight_total)
-    mean = total / denominator
-    value = {"mean": mean, "sum": total, "none": losses}[job.call.reduction]
+    weight = None if job.spec.targets else rows.weights(job.spec, job.weights(job.rows)).sum()
+    sums = [losses.sum(), *([] if weight is None else [weight])]
+    if job.call.stats:
+        sums += _statistics(job, rows, columns)
+    totals = job.ranks.total(torch.stack(sums) if len(sums) > 1 else sums[0][None])
+    denominator = _denominator(job, totals[1] if weight is not None else None)
+    mean = totals[0] / denominator
+    value = {"mean": mean, "sum": totals[0], "none": losses}[job.call.reduction]
     if not job.call.stats:
         return value.to(job.compute), mean.new_zeros(NUM_STATS), denominator
-    means = torch.where(weight_total == 0, 0.0, torch.stack(totals) / weight_total)
+    means = totals[-NUM_SUMS:] / denominator
     return value.to(job.compute), torch.cat([mean[None], means[3:].mean()[None], means]), denominator
 
 
-def _denominator(job: Job, weight_of_rows: Callable[[], Tensor]) -> float:
+def _denominator(job: Job, weight: Tensor | None) -> float:
     """What the mean divides by: the weight of all rows that have a loss. 1 where none has, and every loss is 0."""
-    if job.spec.targets:
-        return job.meeting.weight * len(job.rows)
-    return weight_of_rows().item() or 1.0
+    return job.meeting.weight * len(job.rows) if weight is None else weight.item() or 1.0
 
 
-def _statistics(job: Job, rows: State, columns: State, weight: Tensor) -> list[Tensor]:
+def _statistics(job: Job, rows: State, columns: State) -> list[Tensor]:
     """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
+    weight = rows.weights(job.spec, job.weights(job.rows))
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
     # Equal columns of different tiles may differ by a rounding or two: they still tie.

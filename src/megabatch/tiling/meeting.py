@@ -62,7 +62,6 @@ class Meeting:
     Attributes:
         turn: "forward" or "backward".
         scale, bias: The same on all ranks.
-        wanted: Which gradients some rank needs.
     """
 
     def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None, forward: int = 0) -> None:
@@ -78,22 +77,30 @@ class Meeting:
                 check_values(inputs, call, mine.scale, mine.bias)
             except ValueError as refused:
                 error = refused
-        options = _options(inputs, call) | {"the order of backwards (by the number of their forward)": forward}
-        brought = self.ranks.agree(options, vars(mine), error)
-        self.guests = [_guest_from(own) for own in brought] if self.ranks.size > 1 else [mine]
-        self.mine = self.guests[self.ranks.rank]
+        self.guests = [mine]
+        if call.group:
+            options = _options(inputs, call) | {"the order of backwards (by the number of their forward)": forward}
+            self.guests = [_guest_from(own) for own in self.ranks.agree(options, vars(mine), error)]
+            self._check_together()
+        elif error is not None:
+            raise error
         self.scale, self.bias = self.guests[0].scale, self.guests[0].bias
-        self.wanted = Needs(*(any(guest.needs[i] for guest in self.guests) for i in range(len(Needs._fields))))
-        self._check()
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"{call.function}: weight must have a positive, finite sum, got {self.weight}.")
 
-    def _check(self) -> None:
+    @cached_property
+    def wanted(self) -> Needs:
+        """Which gradients some rank needs."""
+        return Needs(*(any(needs) for needs in zip(*(guest.needs for guest in self.guests), strict=True)))
+
+    def _check_together(self) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function = self.call.function
         if self.num_rows == 0:
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
             )
-        if self.mine.ids[0] and not any(guest.ids[1] or guest.ids[2] for guest in self.guests):
+        if self.guests[0].ids[0] and not any(guest.ids[1] or guest.ids[2] for guest in self.guests):
             raise ValueError(
                 f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
                 "query_ids alone on every rank of the group."
@@ -102,8 +109,6 @@ class Meeting:
             raise ValueError(
                 f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
             )
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight}.")
         for name in ("scale", "bias"):
             values = [getattr(guest, name) for guest in self.guests]
             for rank, value in enumerate(values):
