@@ -90,8 +90,11 @@ def test_a_rank_that_fails_ends_the_others(fault: Fault, tmp_path: Path) -> None
     )
     assert exits == [-signal.SIGKILL if rank == VICTIM else 0 for rank in range(fault.num_ranks)]
     everyone = set(range(fault.num_ranks))
-    in_time = SLACK if fault.signal == signal.SIGKILL else GROUP_TIMEOUT + SLACK
     for rank in everyone - {VICTIM}:
+        # Whoever waits for what the victim was to send is told of its death at once. gloo does not always tell one that
+        # is in the middle of sending to it.
+        told_at_once = fault.signal == signal.SIGKILL and rank == (VICTIM + 1) % fault.num_ranks
+        in_time = SLACK if told_at_once else GROUP_TIMEOUT + SLACK
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         text = told["text"]
         assert text is not None, f"rank {rank} saw nothing"
