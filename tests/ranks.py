@@ -172,18 +172,26 @@ def _serve(rank: int, folder: str, pipe: Connection) -> None:
 
 
 def run_apart(
-    size: int, function: Callable[..., None], folder: Path, *args: Any, group_timeout: float, deadline: float
+    size: int,
+    function: Callable[..., None],
+    folder: Path,
+    *args: Any,
+    group_timeout: float,
+    deadline: float,
+    stopped: tuple[int, ...] = (),
 ) -> list[int | None]:
     """`function(rank, group, folder, *args)` on ranks of their own. Returns their exit codes.
 
-    Ranks that are still there at the deadline are killed, and so is one that sits still when all others have ended.
+    Ranks that are still there at the deadline are killed, and so are those that are known to be `stopped` when all
+    others have ended.
     """
     processes = [
         new_process(_run_apart, rank, size, function, str(folder), group_timeout, args) for rank in range(size)
     ]
     end = time.monotonic() + deadline
-    while time.monotonic() < end and sum(process.is_alive() for process in processes) > 1:
-        wait([process.sentinel for process in processes if process.is_alive()], timeout=end - time.monotonic())
+    for rank, process in enumerate(processes):
+        if rank not in stopped:
+            process.join(max(end - time.monotonic(), 0))
     _end(processes)
     return [process.exitcode for process in processes]
 

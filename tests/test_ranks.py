@@ -853,3 +853,15 @@ def test_ids_of_different_integer_types_meet(pool: Pool) -> None:
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def _loss_of_frozen_inputs(rank: int, group: Any) -> tuple[bool, bool]:
+    frozen = [torch.eye(4, 5) for _ in range(2)]
+    trained = [side.clone().requires_grad_(rank == 1) for side in frozen]
+    losses = [megabatch.clip_loss(*sides, 2.0, group=group, normalize=False) for sides in (frozen, trained)]
+    losses[1].backward()
+    return losses[0].requires_grad, losses[1].requires_grad
+
+
+def test_a_loss_requires_grad_if_any_rank_needs_one(pool: Pool) -> None:
+    assert pool.run(2, _loss_of_frozen_inputs) == [(False, True), (False, True)]

@@ -86,7 +86,13 @@ def rank_in_danger(rank: int, group: Any, folder: Path, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_rank_that_fails_ends_the_others(fault: Fault, tmp_path: Path) -> None:
     exits = run_apart(
-        fault.num_ranks, rank_in_danger, tmp_path, fault, group_timeout=GROUP_TIMEOUT, deadline=4 * GROUP_TIMEOUT
+        fault.num_ranks,
+        rank_in_danger,
+        tmp_path,
+        fault,
+        group_timeout=GROUP_TIMEOUT,
+        deadline=4 * GROUP_TIMEOUT,
+        stopped=(VICTIM,) if fault.signal == signal.SIGSTOP else (),
     )
     assert exits == [-signal.SIGKILL if rank == VICTIM else 0 for rank in range(fault.num_ranks)]
     everyone = set(range(fault.num_ranks))
