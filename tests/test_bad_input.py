@@ -663,7 +663,7 @@ def test_group_must_be_chosen_where_several_ranks_run(loss: str, monkeypatch: py
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     said = "group must be given, because torch.distributed runs with 3 ranks. Pass group=torch.distributed.group.WORLD "
-    said += "for negatives from all ranks, or group=None for those of this rank alone."
+    said += "for the rows of all ranks together, or group=None for those of this rank alone."
     assert_refused(loss, ValueError, said)
     assert run(loss, group=None).isfinite()
 

@@ -246,8 +246,8 @@ def group_name(function: str, group: Group) -> str:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
-                "Pass group=torch.distributed.group.WORLD for negatives from all ranks, or group=None for those of "
-                "this rank alone."
+                "Pass group=torch.distributed.group.WORLD for the rows of all ranks together, or group=None for those "
+                "of this rank alone."
             )
         return ""
     if isinstance(group, dist.device_mesh.DeviceMesh):

@@ -140,8 +140,10 @@ def info_nce_loss(
     Args:
         query: `[N, D]`.
         key: `[M, D]`, M at least N unless `positives` is given.
-        negatives: `[K, D]`: more columns for every query, nobody's positives, for instance mined ones or a queue.
-        positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i.
+        negatives: `[K, D]`: more columns for every query, nobody's positives, for instance mined ones or a queue. With
+            a group every rank's are columns for the queries of all: give each rank its shard of a queue they share.
+        positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i. With a
+            group, rows of this rank's `key`.
         query_ids, key_ids, negative_ids: `[N]`, `[M]`, `[K]` integers, in place of `ids`. Extra negatives are never
             masked unless `negative_ids` is given.
     """
@@ -406,7 +408,7 @@ _OPTIONS = """
             row of weight 0 still is a negative for others.
         {ids}reduction: "mean", "sum", or "none" for `weight * loss` of every row of this rank.
         return_stats: Also return a dict of detached statistics from the same tiles: loss, accuracy (top-1), and
-            positive_logit; per direction where there are two.
+            positive_logit; per direction where there are two. With a group, those of all ranks' rows.
         group: Process group whose ranks' rows make the batch. None: this process alone. May be left out unless
             torch.distributed runs with more than one rank. Ranks may hold different numbers of rows, also none; the
             value is that of all their rows together, the same on every rank.

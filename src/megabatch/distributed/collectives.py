@@ -169,10 +169,11 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise RuntimeError(
                 f"{self.function}: rank {self.rank} of the group's {self.size} waited {whom}, at {self.place}, and "
-                f"torch said: {said} A rank has ended or does not answer; look for the first one that stopped."
+                f"torch said: {said}. A rank has ended, does not answer or does not make this call; look for the first "
+                "one that stopped."
             ) from error
 
 

@@ -79,7 +79,7 @@ class Meeting:
                 error = refused
         self.guests = [mine]
         if call.group:
-            options = _options(inputs, call) | {"the order of backwards (by the number of their forward)": forward}
+            options = _options(inputs, call) | {"the order of backwards": f"that of loss {forward}"}
             self.guests = [_guest_from(own) for own in self.ranks.agree(options, vars(mine), error)]
             self._check_together()
         elif error is not None:
@@ -255,9 +255,9 @@ def _options(inputs: Inputs, call: Call) -> Facts:
         "the dtype of features": str(inputs.first.dtype).removeprefix("torch."),
         "the autocast dtype": call.product,
         "the kind of device": inputs.first.device.type,
-        "ids (given or not)": inputs.first_ids is not None,
-        "key_ids (given or not)": inputs.second_ids is not None,
-        "weight (given or not)": inputs.weight is not None,
+        "ids (given or missing)": _given(inputs.first_ids),
+        "key_ids (given or missing)": _given(inputs.second_ids),
+        "weight (given or missing)": _given(inputs.weight),
         "same_ids": call.spec.same,
         "label_smoothing": call.spec.smoothing,
         "normalize": bool(call.normalize),
@@ -266,6 +266,10 @@ def _options(inputs: Inputs, call: Call) -> Facts:
         "grad_reduction": call.grad_reduction,
         "exchange": call.exchange,
     }
+
+
+def _given(x: Tensor | None) -> str:
+    return "missing" if x is None else "given"
 
 
 def _guest_from(own: Facts) -> Guest:
