@@ -4,6 +4,7 @@ Letters: r, c height and width of a tile; N, M rows and columns of the plane; D 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .call import Call
 
@@ -55,6 +56,7 @@ class Plan:
         return cls(*map(int, numbers))
 
 
+@lru_cache(maxsize=128)
 def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
     """`one_pass`: the forward walk may compute the gradients, if a strip of useful height fits the budget."""
     budget = DEFAULT_BUDGET if call.memory_budget is None else call.memory_budget
