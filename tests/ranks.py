@@ -97,7 +97,7 @@ class Pool:
             if not ready:
                 self._fail(f"ranks {sorted(waiting.values())} did not answer; ranks {sorted(answers)} did", answers)
             for pipe in ready:
-                member = waiting[pipe]  # type: ignore[index]
+                member = waiting[pipe]
                 try:
                     answers[member] = pickle.loads(self._pipes[member].recv_bytes())
                 except (EOFError, ConnectionError):

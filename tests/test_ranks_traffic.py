@@ -257,24 +257,36 @@ def test_searches_send_each_block_of_keys_to_the_other_ranks_once(pool: Pool) ->
 
 @pytest.mark.parametrize("loss", ["clip_loss", "info_nce_loss", "nt_xent_loss"])
 def test_at_most_two_blocks_are_in_flight(pool: Pool, loss: str) -> None:
-    """Whatever the number of ranks; in the backward two blocks of gradients, too."""
+    """Whatever the number of ranks: one that leaves and one that comes; in the backward one of gradients each, too."""
     calls = [{"loss": loss, "dtype": torch.float32, "overlap": overlap} for overlap in (True, False)]
     block = ROWS * WIDTH * 4 * (2 if loss == "nt_xent_loss" else 1)
     for answers in pool.run(4, traffic_of, calls):
         for found in answers:
             for kind in ("send", "recv"):
-                assert found["most_forward"][kind] <= 2 * block + vectors(4), kind
-                assert found["most_backward"][kind] <= 4 * block + vectors(4), kind
+                assert found["most_forward"][kind] <= block + vectors(4), kind
+                assert found["most_backward"][kind] <= 2 * block + vectors(4), kind
+
+
+def test_auto_gathers_while_that_fits_the_budget(pool: Pool) -> None:
+    block = ROWS * WIDTH * 4
+    calls = [
+        {"loss": "clip_loss", "dtype": torch.float32, "exchange": "auto", "memory_budget": budget}
+        for budget in (None, "1MiB")
+    ]
+    for gathered, passed_on in pool.run(4, traffic_of, calls):
+        assert gathered["most_forward"]["recv"] >= 3 * block
+        assert passed_on["most_forward"]["recv"] <= block + vectors(4)
 
 
 # ---- the next block travels while this one is computed
 
 
-def watched(rank: int, group: Any, overlap: bool) -> dict[str, list[bool]]:
-    """Whether a block of features was on its way to this rank, at every tile of a step."""
+def watched(rank: int, group: Any, overlap: bool, element: int = 2, tile: int = ROWS) -> dict[str, list[bool]]:
+    """Whether a block was on its way to this rank, at every tile of a step: of features, which have 2 bytes an element,
+    or of gradients, which have 4."""
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
-    least, most = ROWS * WIDTH * 2, ROWS * WIDTH * 3  # features, not gradients, which are twice as large
+    least, most = ROWS * WIDTH * element, ROWS * WIDTH * (element + 1)
     seen: dict[str, list[bool]] = {"fold": [], "push": []}
     real = {name: getattr(Eager, name) for name in seen}
 
@@ -289,7 +301,8 @@ def watched(rank: int, group: Any, overlap: bool) -> dict[str, list[bool]]:
         for name in seen:
             setattr(Eager, name, watching(name))
         try:
-            loss = megabatch.clip_loss(*sides, 5.0, group=group, normalize=True, exchange="ring", overlap=overlap)
+            options = {"normalize": True, "exchange": "ring", "overlap": overlap, "tile": tile}
+            loss = megabatch.clip_loss(*sides, 5.0, group=group, **options)
             loss.backward()
         finally:
             for name, function in real.items():
@@ -308,3 +321,11 @@ def test_the_next_block_travels_while_this_one_is_computed(pool: Pool, num_ranks
 def test_without_overlap_nothing_travels_while_a_block_is_computed(pool: Pool, num_ranks: int) -> None:
     for seen in pool.run(num_ranks, watched, False):
         assert seen["fold"] == seen["push"] == [False] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_come_home_while_the_last_own_tiles_are_computed(pool: Pool, num_ranks: int) -> None:
+    for seen in pool.run(num_ranks, watched, True, 4, ROWS // 2):
+        own_tiles_at_a_time = 2  # one of two strips
+        assert all(seen["push"][-own_tiles_at_a_time:])
+        assert not any(seen["push"][:own_tiles_at_a_time])

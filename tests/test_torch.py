@@ -52,6 +52,17 @@ def test_a_model_compiles_once_for_all_batch_sizes(loss: type[nn.Module]) -> Non
     assert counter.frame_count <= 2  # the first size, then any size
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiler_that_breaks_its_graph_gets_the_same_gradients() -> None:
+    torch._dynamo.reset()
+    model = Towers(megabatch.ClipLoss(normalize=False))
+    images, texts = torch.randn(16, 12), torch.randn(16, 10)
+    losses = [step(images, texts) for step in (torch.compile(model, backend="aot_eager"), model)]
+    got, wanted = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(got, wanted)
+
+
 OPERATOR_CASES = {
     "clip": (specs.clip("ignore", 0.0), "mean", None),
     "clip, ids, smoothing, rows": (specs.clip("mask", 0.1), "none", None),

@@ -116,6 +116,21 @@ def check_not_empty(function: str, name: str, features: Tensor) -> None:
         )
 
 
+def check_keys(function: str, query: Tensor, key: Tensor, positives: Tensor | None) -> None:
+    if positives is None and len(key) < len(query):
+        raise ValueError(
+            f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
+            f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+        )
+
+
+def check_ways(function: str, exchange: str, overlap: bool, backend: str) -> None:
+    """The options about how a call is carried out."""
+    check_word(function, "exchange", exchange, ("auto", "ring", "gather"))
+    check_word(function, "overlap", overlap, (True, False))
+    check_word(function, "backend", backend, ("auto", "eager", "triton"))
+
+
 def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
     """None, or one number for every row of `rows`."""
     if value is None:

@@ -10,11 +10,13 @@ from .checks import (
     autocast_dtype,
     bytes_of,
     check_features,
+    check_keys,
     check_no_tangents,
     check_not_empty,
     check_rows,
     check_smoothing,
     check_vector,
+    check_ways,
     check_word,
     group_name,
     scalar,
@@ -160,11 +162,7 @@ def info_nce_loss(
         if not ranks:
             check_not_empty(name, "key", key)
         check_word(name, "same_ids", same_ids, ("mask", "positive"))
-        if positives is None and len(key) < len(query):
-            raise ValueError(
-                f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; got "
-                f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
-            )
+        check_keys(name, query, key, positives)
         check_vector(name, "positives", positives, "query", query, integers=True)
         check_vector(name, "query_ids", query_ids, "query", query, integers=True)
         check_vector(name, "key_ids", key_ids, "key", key, integers=True)
@@ -475,10 +473,8 @@ def _describe(
     check_word(name, "normalize", normalize, (True, False, None))
     check_word(name, "reduction", reduction, ("mean", "sum", "none"))
     check_word(name, "grad_reduction", grad_reduction, ("mean", "sum"))
-    check_word(name, "exchange", exchange, ("auto", "ring", "gather"))
-    check_word(name, "overlap", overlap, (True, False))
     check_word(name, "return_stats", return_stats, (True, False))
-    check_word(name, "backend", backend, ("auto", "eager", "triton"))
+    check_ways(name, exchange, overlap, backend)
     if weight is not None and weight.requires_grad:
         raise ValueError(f"{name}: weight must not require grad, because it gets none. Pass weight.detach().")
     scale = scale_of(name, logit_scale, temperature)

@@ -15,19 +15,21 @@ from .checks import (
     Group,
     bytes_of,
     check_features,
+    check_keys,
     check_not_empty,
     check_vector,
+    check_ways,
     check_word,
     group_name,
     tile_of,
 )
-from .distributed.collectives import Ranks, refused_together
+from .distributed.collectives import Ranks, kind_of, refused_together
 from .distributed.parcel import Parcel
 from .distributed.ring import Cargo, Turn, pack
 from .losses.block import Block, Tile
 from .losses.spec import Spec
 from .tiling.plan import DEFAULT_BUDGET, Plan
-from .tiling.values import compute_dtype, inverse_lengths
+from .tiling.values import check_positives, compute_dtype, inverse_lengths
 from .tiling.walk import walk
 
 PADDING = 64  # sides of a tile are multiples of it, so that no product has ragged edges
@@ -77,18 +79,10 @@ def retrieval_ranks(
     with refused_together(name, ranks):
         scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
         check_vector(name, "positives", positives, "query", query, integers=True)
+        check_keys(name, query, key, positives)
         if positives is None:
-            if len(key) < len(query):
-                raise ValueError(
-                    f"{name}: key must have at least as many rows as query, because row i of key belongs with query i; "
-                    f"got {len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
-                )
             positives = torch.arange(len(query), device=query.device)
-        elif len(positives) and (positives.min() < 0 or positives.max() >= len(key)):
-            raise ValueError(
-                f"{name}: positives must be rows of key, 0 to {len(key) - 1}, got {positives.min().item()} to "
-                f"{positives.max().item()}."
-            )
+        check_positives(name, positives, len(key))
     scores.meet()
     positives = positives.long() + scores.start
     bar = torch.empty(len(query), dtype=scores.compute, device=query.device)
@@ -176,9 +170,7 @@ class _Scores:
             check_not_empty(name, "query", query)
             check_not_empty(name, "key", key)
         check_word(name, "normalize", normalize, (True, False))
-        check_word(name, "exchange", exchange, ("auto", "ring", "gather"))
-        check_word(name, "overlap", overlap, (True, False))
-        check_word(name, "backend", backend, ("auto", "eager", "triton"))
+        check_ways(name, exchange, overlap, backend)
         self.name, self.query, self.key, self.normalize = name, query, key, normalize
         self.exchange, self.overlap = exchange, overlap
         self.ranks = Ranks(name, ranks, device=key.device)
@@ -191,14 +183,7 @@ class _Scores:
 
     def meet(self, k: int | None = None) -> None:
         """Learn how many keys every rank has, and plan accordingly."""
-        same = {
-            "the width of features": self.key.shape[1],
-            "the dtype of features": str(self.key.dtype),
-            "the kind of device": self.key.device.type,
-            "normalize": self.normalize,
-            "exchange": self.exchange,
-            "k": k,
-        }
+        same = kind_of(self.key) | {"normalize": self.normalize, "exchange": self.exchange, "k": k}
         guests = self.ranks.agree(same, {"keys": len(self.key), "budget": self.budget})
         self.keys = [guest["keys"] for guest in guests]
         self.num_keys = sum(self.keys)

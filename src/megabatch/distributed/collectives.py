@@ -5,7 +5,8 @@ Whatever goes wrong on the way says which function waited for whom, at which ste
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,18 +68,15 @@ class Ranks:
         here = f"{self.function}, {self.place}"
         said = [json.loads(text) for text in self._share(json.dumps([here, refusal, same, own]))]
         places, refusals, sames, owns = zip(*said, strict=True)
-        if len(set(places)) > 1:
+        if difference := first_difference(places):
             raise RuntimeError(
-                f"megabatch: the ranks of a group must call the same functions in the same order, got "
-                f"{_first_difference(places)}."
+                f"megabatch: the ranks of a group must call the same functions in the same order, got {difference}."
             )
         self._raise_first(refusals, error)
         for name in same:
-            values = [rank[name] for rank in sames]
-            if any(value != values[0] for value in values):
+            if difference := first_difference([rank[name] for rank in sames]):
                 raise ValueError(
-                    f"{self.function}: {name} must be the same on every rank of the group, got "
-                    f"{_first_difference(values)}."
+                    f"{self.function}: {name} must be the same on every rank of the group, got {difference}."
                 )
         return list(owns)
 
@@ -142,7 +140,8 @@ class Ranks:
         met_on = _met_on.setdefault(self.group, set())
         if self.device not in met_on:
             met_on.add(self.device)
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            with self._telling("for the other ranks"):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     # ---- from one to another
 
@@ -207,6 +206,16 @@ class Transfer:
                 work.wait()
 
 
-def _first_difference(values: Sequence[Any]) -> str:
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    return f"{values[0]!r} on rank 0 and {values[other]!r} on rank {other}"
+def first_difference(values: Sequence[Any], alike: Callable[[Any, Any], bool] = operator.eq) -> str:
+    """Which rank's value is not that of rank 0, in words; "" where all are alike."""
+    others = (rank for rank, value in enumerate(values) if not alike(value, values[0]))
+    return next((f"{values[0]!r} on rank 0 and {values[other]!r} on rank {other}" for other in others), "")
+
+
+def kind_of(features: Tensor) -> Facts:
+    """What must be the same on all ranks of any features that meet."""
+    return {
+        "the width of features": features.shape[1],
+        "the dtype of features": str(features.dtype).removeprefix("torch."),
+        "the kind of device": features.device.type,
+    }

@@ -148,8 +148,7 @@ def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
             job.backend.push(tile, slot, last=True)
     factor = job.meeting.largest_pull / job.spec.directions
     if job.call.reduction == "mean":
-        weight = None if job.spec.targets else rows.weights(job.spec, job.weights(job.rows)).sum()
-        factor /= _denominator(job, weight)
+        factor /= _denominator(job, None if job.spec.targets else _weights(job, rows).sum())
     return gradients, _finish(job, factor)
 
 
@@ -223,8 +222,8 @@ def _finish(job: Job, factor: Tensor | float) -> Tensor:
     if job.meeting.wanted.scale and not job.sums_slopes:
         scale_sum = _scale_sum(job)
     scalars = factor * torch.tensor([scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
-    # What every rank has of a mean or a sum is the whole. A trainer that averages over ranks divides the features' part
-    # by their number; one that adds multiplies the scale's. Of losses per row, every rank has its own.
+    # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
+    # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = job.call.reduction != "none" and job.call.grad_reduction == "mean"
     coefficient = factor * job.scale * (job.ranks.size if averaged else 1)
     for block, _ in job.features():
@@ -269,12 +268,11 @@ def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor, floa
         losses = (losses + columns.losses(job.spec)) / 2
     if job.inputs.weight is not None:
         losses = losses * job.weights(job.rows)
-    weight = None if job.spec.targets else rows.weights(job.spec, job.weights(job.rows)).sum()
-    sums = [losses.sum(), *([] if weight is None else [weight])]
+    sums = [losses.sum()] if job.spec.targets else [losses.sum(), _weights(job, rows).sum()]
     if job.call.stats:
         sums += _statistics(job, rows, columns)
     totals = job.ranks.total(torch.stack(sums) if len(sums) > 1 else sums[0][None])
-    denominator = _denominator(job, totals[1] if weight is not None else None)
+    denominator = _denominator(job, None if job.spec.targets else totals[1])
     mean = totals[0] / denominator
     value = {"mean": mean, "sum": totals[0], "none": losses}[job.call.reduction]
     if not job.call.stats:
@@ -283,14 +281,20 @@ def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor, floa
     return value.to(job.compute), torch.cat([mean[None], means[3:].mean()[None], means]), denominator
 
 
+def _weights(job: Job, rows: State) -> Tensor:
+    """Of the rows that have a loss."""
+    return rows.weights(job.spec, job.weights(job.rows))
+
+
 def _denominator(job: Job, weight: Tensor | None) -> float:
-    """What the mean divides by: the weight of all rows that have a loss. 1 where none has, and every loss is 0."""
+    """What the mean divides by: the weight of all rows that have a loss, which is known before (None) where all have
+    one. 1 where none has, and every loss is 0."""
     return job.meeting.weight * len(job.rows) if weight is None else weight.item() or 1.0
 
 
 def _statistics(job: Job, rows: State, columns: State) -> list[Tensor]:
     """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
-    weight = rows.weights(job.spec, job.weights(job.rows))
+    weight = _weights(job, rows)
     sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
     losses = [side.losses(job.spec) for side in sides]
     # Equal columns of different tiles may differ by a rounding or two: they still tie.

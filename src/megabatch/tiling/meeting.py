@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.collectives import Facts, Ranks
+from ..distributed.collectives import Facts, Ranks, first_difference, kind_of
 from ..distributed.ring import owner_at
 from .call import Call, Inputs, Needs
 from .plan import DEFAULT_BUDGET
@@ -35,9 +35,9 @@ class Guest:
             may not do.
     """
 
-    rows: tuple[int, int, int]
-    dtypes: tuple[str, str, str]
-    ids: tuple[bool, bool, bool]
+    rows: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ids: tuple[bool, ...]
     needs: Needs
     gradients: bool
     scale: float
@@ -60,15 +60,14 @@ class Meeting:
     """All ranks of a call.
 
     Attributes:
-        turn: "forward" or "backward".
         scale, bias: The same on all ranks.
     """
 
     def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None, forward: int = 0) -> None:
         """`upstream` and `forward`, the number of its forward, come with a backward."""
-        self.call, self.spec, self.device = call, call.spec, inputs.first.device
-        self.turn = "forward" if upstream is None else "backward"
-        self.ranks = Ranks(call.function, call.group, self.turn, self.device)
+        self.call, self.spec = call, call.spec
+        turn = "forward" if upstream is None else "backward"
+        self.ranks = Ranks(call.function, call.group, turn, inputs.first.device)
         self.width = inputs.first.shape[1]
         mine, error = _guest(inputs, call, upstream), None
         if upstream is None:
@@ -110,28 +109,24 @@ class Meeting:
                 f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
             )
         for name in ("scale", "bias"):
-            values = [getattr(guest, name) for guest in self.guests]
-            for rank, value in enumerate(values):
-                if not math.isclose(value, values[0], rel_tol=FURTHEST_SCALES, abs_tol=1e-12):
-                    raise ValueError(
-                        f"{function}: logit_{name} must be the same on every rank of the group, got {values[0]} on "
-                        f"rank 0 and {value} on rank {rank}. Broadcast it from one rank before training."
-                    )
+            if difference := first_difference([getattr(guest, name) for guest in self.guests], _close):
+                raise ValueError(
+                    f"{function}: logit_{name} must be the same on every rank of the group, got {difference}. "
+                    "Broadcast it from one rank before training."
+                )
         unwilling = [rank for rank, guest in enumerate(self.guests) if not guest.gradients]
         if any(self.wanted) and unwilling:
             raise ValueError(
                 f"{function}: gradients must be recorded on every rank if one needs them, but rank {unwilling[0]} runs "
                 "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
             )
-        if self.turn == "backward" and self.call.reduction != "none":
-            upstreams = [guest.upstream for guest in self.guests]
-            for rank, value in enumerate(upstreams):
-                if value != upstreams[0] and not (math.isnan(value) and math.isnan(upstreams[0])):
-                    raise ValueError(
-                        f"{function}: what the loss is multiplied by must be the same on every rank of the group, got "
-                        f"{upstreams[0]} on rank 0 and {value} on rank {rank}. Pass weight or reduction='none' to "
-                        "weigh rows."
-                    )
+        # Losses per row may have another multiplier each.
+        upstreams = [] if self.call.reduction == "none" else [guest.upstream for guest in self.guests]
+        if difference := first_difference(upstreams, _same_number):
+            raise ValueError(
+                f"{function}: what the loss is multiplied by must be the same on every rank of the group, got "
+                f"{difference}. Pass weight or reduction='none' to weigh rows."
+            )
 
     def agree_on_plans(self, error: ValueError | None) -> None:
         """Raise what a rank has against its plan on all ranks, if any may have something."""
@@ -156,7 +151,7 @@ class Meeting:
     @cached_property
     def largest_pull(self) -> float:
         """Pulls are divided by it, so that slopes are of size 1 whatever the weights."""
-        per_row = self.turn == "backward" and self.call.reduction == "none"
+        per_row = self.ranks.turn == "backward" and self.call.reduction == "none"
         largest = [guest.upstream if per_row else guest.weights[1] for guest in self.guests]
         return math.nan if any(map(math.isnan, largest)) else max(*largest, SMALLEST_PULL)
 
@@ -218,9 +213,9 @@ def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
     elif upstream is not None and call.group:  # alone, there is no other to compare it with
         multiplied = upstream.double().item()
     return Guest(
-        rows=tuple(0 if x is None else len(x) for x in features),  # type: ignore[arg-type]
-        dtypes=tuple("" if x is None else str(x.dtype).removeprefix("torch.") for x in features),  # type: ignore[arg-type]
-        ids=tuple(x is not None for x in ids),  # type: ignore[arg-type]
+        rows=tuple(0 if x is None else len(x) for x in features),
+        dtypes=tuple("" if x is None else str(x.dtype).removeprefix("torch.") for x in features),
+        ids=tuple(x is not None for x in ids),
         needs=call.needs,
         gradients=call.gradients,
         scale=inputs.scale.item(),
@@ -251,10 +246,8 @@ def _largest_pull(inputs: Inputs, upstream: Tensor) -> float:
 def _options(inputs: Inputs, call: Call) -> Facts:
     """What must be the same on all ranks, by the names that users know."""
     return {
-        "the width of features": inputs.first.shape[1],
-        "the dtype of features": str(inputs.first.dtype).removeprefix("torch."),
+        **kind_of(inputs.first),
         "the autocast dtype": call.product,
-        "the kind of device": inputs.first.device.type,
         "ids (given or missing)": _given(inputs.first_ids),
         "key_ids (given or missing)": _given(inputs.second_ids),
         "weight (given or missing)": _given(inputs.weight),
@@ -266,6 +259,15 @@ def _options(inputs: Inputs, call: Call) -> Facts:
         "grad_reduction": call.grad_reduction,
         "exchange": call.exchange,
     }
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=FURTHEST_SCALES, abs_tol=1e-12)
+
+
+def _same_number(one: float, other: float) -> bool:
+    """NaN, too, is the same on all ranks."""
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _given(x: Tensor | None) -> str:

@@ -27,11 +27,15 @@ def check_values(inputs: Inputs, call: Call, scale: float, bias: float) -> None:
             raise ValueError(
                 f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
             )
-    if inputs.positives is not None and inputs.second is not None and inputs.positives.numel():
-        low, high = (bound.item() for bound in inputs.positives.aminmax())
-        last = len(inputs.second) - 1
-        if low < 0 or high > last:
-            raise ValueError(f"{function}: positives must be rows of key, 0 to {last}, got {low} to {high}.")
+    if inputs.positives is not None and inputs.second is not None:
+        check_positives(function, inputs.positives, len(inputs.second))
+
+
+def check_positives(function: str, positives: Tensor, num_keys: int) -> None:
+    if positives.numel():
+        low, high = (bound.item() for bound in positives.aminmax())
+        if low < 0 or high >= num_keys:
+            raise ValueError(f"{function}: positives must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
 
 
 def warn_of_lengths(inputs: Inputs, call: Call) -> None:

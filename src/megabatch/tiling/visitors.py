@@ -76,10 +76,12 @@ class Visitors:
     def _members(self, rank: int, names: tuple[str, ...], tensors: list[Tensor]) -> list[Members]:
         """Of every block of a rank."""
         rest = iter(tensors)
-        members = [{name: next(rest) for name, _ in self._kinds(rank, place, names)} for place in self.places[rank]]
+        members: list[Members] = [
+            {name: next(rest) for name, _ in self._kinds(rank, place, names)} for place in self.places[rank]
+        ]
         for found in members:
             if "state" in found:
-                found["state"] = State(self.state_names, found["state"])  # type: ignore[assignment]
+                found["state"] = State(self.state_names, found["state"])
         return members
 
     def _parcel(self, rank: int, names: tuple[str, ...]) -> Parcel:
