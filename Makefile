@@ -28,7 +28,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,bench]'
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,bench,triton]'
 	@touch $@
 
 test: lint

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .backends.eager import Eager
+from .backends.backend import Backend
 from .backends.select import select
 from .checks import (
     Group,
@@ -28,7 +28,7 @@ from .distributed.parcel import Parcel
 from .distributed.ring import Cargo, Turn, pack
 from .losses.block import Block, Tile
 from .losses.spec import Spec
-from .tiling.plan import DEFAULT_BUDGET, Plan
+from .tiling.plan import Plan
 from .tiling.values import check_positives, compute_dtype, inverse_lengths
 from .tiling.walk import walk
 
@@ -69,7 +69,7 @@ def retrieval_ranks(
         exchange, overlap: As for the losses.
         tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
         memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto" or "eager".
+        backend: "auto", "eager" or "triton".
 
     Returns:
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
@@ -123,7 +123,7 @@ def similarity_topk(
         exchange, overlap: As for the losses.
         tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
         memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto" or "eager".
+        backend: "auto", "eager" or "triton".
 
     Returns:
         Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64.
@@ -176,10 +176,10 @@ class _Scores:
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         self.compute = compute_dtype(query)
-        self.tile, self.budget = tile_of(name, tile), bytes_of(name, memory_budget) or DEFAULT_BUDGET
-        self.backend: Eager = select(name, backend, query.device, query.dtype)(
-            Spec("softmax"), 1.0, 0.0, self.compute, query.device
-        )
+        chosen = select(name, backend, query.device, query.dtype)
+        self.tile, self.budget = tile_of(name, tile), bytes_of(name, memory_budget) or chosen.default_budget
+        product = query.dtype if chosen.multiplies_halves(query.device, normalize) else None
+        self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.compute, query.device, product=product)
 
     def meet(self, k: int | None = None) -> None:
         """Learn how many keys every rank has, and plan accordingly."""
@@ -216,7 +216,8 @@ class _Scores:
         if needed(sides) > self.budget:
             raise ValueError(
                 f"{self.name}: memory_budget must be at least {needed(sides)} bytes for a tile of {sides[0]} x "
-                f"{sides[1]} and features of width {width}, got {self.budget}. The default is {DEFAULT_BUDGET}."
+                f"{sides[1]} and features of width {width}, got {self.budget}. The default is "
+                f"{self.backend.default_budget}."
             )
         return sides
 

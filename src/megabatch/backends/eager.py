@@ -1,91 +1,69 @@
 """The eager backend: tiles in plain torch, on any device.
 
-Letters: S the tile's logits, [r, c]; G = d loss / d S, the slope, up to a factor common to all tiles.
-
 One product makes S in a buffer that all tiles share; a link's epilogue works on it in place; two more products add G
 to the gradients of its rows and of its columns. A tile then costs what its products cost, as long as nothing is
 allocated.
 """
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..losses.block import Block, Tile
+from ..losses.block import Tile
 from ..losses.spec import Spec
+from .backend import MIB, Backend, Kept, multiply, shaped
 from .links import link_of
-from .workspace import borrow
 
 
-@dataclass
-class Kept:
-    """Memory for one tile's logits that outlives its fold: exp(S - shift), or S itself where the shift is NaN."""
-
-    buffer: Tensor
-    shift: float = math.nan
-
-
-class Eager:
-    """Computes the tiles of one call, whose logits are S = scale * x.y + bias."""
+class Eager(Backend):
+    """What is kept of a tile is exp(S - mark), or S itself where the mark is NaN."""
 
     name = "eager"
+    default_budget = 48 * MIB
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scale_sum = 0.0
+        self.bias_sum = 0.0
+        self._link = link_of(self.spec, self.stats)
+
+    @staticmethod
+    def suits(device: torch.device) -> bool:
+        return True
 
     @staticmethod
     def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Why this backend cannot run a call; none if it can."""
         return []
 
-    def __init__(
-        self,
-        spec: Spec,
-        scale: float,
-        bias: float,
-        compute: torch.dtype,
-        device: torch.device,
-        *,
-        product: torch.dtype | None = None,
-        stats: bool = False,
-        sums_slopes: bool = False,
-    ) -> None:
-        """
-        Args:
-            compute: Of logits, slopes and gradients: float32 or float64.
-            product: Of the operands of products, where an accelerator multiplies halves into float32.
-            stats: Fold what the caller's statistics need, too.
-            sums_slopes: Add up sum(G * x.y) tile by tile, for a gradient of the scale that no feature gradient gives.
-        """
-        self.spec = spec
-        self.scale = scale
-        self.bias = bias
-        self.compute = compute
-        self.device = device
-        self.product = product or compute
-        self.sums_slopes = sums_slopes
-        self.scale_sum = 0.0
-        self.bias_sum = 0.0
-        self._link = link_of(spec, stats)
-        self._buffers: dict[str, Tensor] = {}
-        self._loaded: dict[str, Block] = {}
+    @staticmethod
+    def multiplies_halves(device: torch.device, normalize: bool) -> bool:
+        return device.type != "cpu" and not normalize
+
+    @staticmethod
+    def sides(width: int, threads: int) -> tuple[int, int]:
+        side = 2048 if width >= 128 else 512
+        return (side // 2 if threads > 1 else side // 4), side
+
+    @staticmethod
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, products: bool) -> int:
+        masked = spec.same != "ignore" or spec.smoothing > 0
+        floats = 2 + products + (1 if masked else 0)
+        return rows * columns * (floats * element + (3 if masked else 0))
 
     def fold(self, tile: Tile, kept: Kept | None = None) -> None:
-        """Add the tile to the statistics of its rows and, where they have a loss too, of its columns."""
         logits = self._logits(tile, kept)
         scratch = self._buffer("scratch", tile.shape)
         shift = self._link.fold(tile, logits, scratch, again=lambda: self._logits(tile, kept))
         if kept is not None:
-            kept.shift = shift
+            kept.mark = shift
 
     def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
-        """Add the tile to the gradients of its rows and its columns, from its kept logits where there are any.
-
-        Kept logits are left as they are, for a graph that is walked again, unless this is their `last` use.
-        """
         if kept is None:
             logits, shift = self._logits(tile, None), math.nan
         else:
-            logits, shift = _shaped(kept.buffer, tile.shape), kept.shift
+            logits, shift = shaped(kept.buffer, tile.shape), kept.mark
         fresh = kept is None
         scratch = self._buffer("scratch", tile.shape)
         out = logits if fresh or last else self._buffer("logits", tile.shape)
@@ -97,18 +75,16 @@ class Eager:
             total = products.mul_(slope).sum(1).sum(dtype=torch.float64).item()
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
             self.scale_sum += total / 2 if tile.diagonal else total
-        slope = slope.to(self.product)
-        if tile.rows.grad is not None:
-            self._multiply(slope, self._load("columns", tile.columns), out=tile.rows.grad, beta=1.0)
-        if tile.columns.grad is not None and not tile.diagonal:
-            self._multiply(slope.T, self._load("rows", tile.rows), out=tile.columns.grad, beta=1.0)
+        self._add_to_gradients(tile, slope.to(self.product))
 
     def scores(self, tile: Tile) -> Tensor:
-        """S, in a buffer that the next tile overwrites."""
         return self._logits(tile, None)
 
+    def slope_sums(self) -> tuple[float, float]:
+        return self.scale_sum, self.bias_sum
+
     def _logits(self, tile: Tile, kept: Kept | None) -> Tensor:
-        out = self._buffer("logits", tile.shape) if kept is None else _shaped(kept.buffer, tile.shape)
+        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept.buffer, tile.shape)
         if self.sums_slopes:
             torch.mul(self._multiply_features(tile, self._buffer("products", tile.shape)), self.scale, out=out)
         else:
@@ -119,39 +95,5 @@ class Eager:
         return out.add_(self.bias) if self.bias else out
 
     def _multiply_features(self, tile: Tile, out: Tensor, alpha: float = 1.0) -> Tensor:
-        rows, columns = self._load("rows", tile.rows), self._load("columns", tile.columns)
-        return self._multiply(rows, columns.T, out=out, alpha=alpha)
-
-    def _load(self, side: str, block: Block) -> Tensor:
-        """The block's features as products take them: themselves where they can, else a copy in a shared buffer."""
-        features = block.features
-        if block.inverse_norm is None and features.dtype == self.product:
-            return features
-        copy = self._buffer(side, (len(block), features.shape[1]), self.product)
-        if self._loaded.get(side) is not block:
-            if block.inverse_norm is None:
-                copy.copy_(features)
-            else:
-                torch.mul(features, block.inverse_norm[:, None], out=copy)
-            self._loaded[side] = block
-        return copy
-
-    def _multiply(self, left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-        """out = alpha * left @ right + beta * out, added up in the precision of `out`."""
-        if left.dtype == out.dtype:
-            return torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
-        if left.device.type == "cpu":  # which cannot multiply halves into float32
-            product = torch.mm(left.to(out.dtype), right.to(out.dtype))
-        else:
-            product = torch.mm(left, right, out_dtype=out.dtype)
-        return torch.add(out, product, alpha=alpha, out=out) if beta else torch.mul(product, alpha, out=out)
-
-    def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-        size = shape[0] * shape[1]
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = borrow(name, size, dtype or self.compute, self.device)
-        return _shaped(self._buffers[name], shape)
-
-
-def _shaped(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
-    return buffer[: shape[0] * shape[1]].view(shape)
+        rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
+        return multiply(rows, columns.T, out=out, alpha=alpha)

@@ -2,21 +2,23 @@
 
 import torch
 
+from .backend import Backend
 from .eager import Eager
+from .triton_backend import Triton
 
-BACKENDS: dict[str, type[Eager]] = {"eager": Eager}
-ABSENT = {"triton": "this version of megabatch has no triton backend"}
+BACKENDS: dict[str, type[Backend]] = {"triton": Triton, "eager": Eager}
 
 
-def select(function: str, name: str, device: torch.device, dtype: torch.dtype) -> type[Eager]:
-    """The backend called `name`, or for "auto" the first that has no reason against the call."""
-    reasons = {known: backend.reasons_against(device, dtype) for known, backend in BACKENDS.items()}
-    reasons |= {absent: [reason] for absent, reason in ABSENT.items()}
-    wanted = list(BACKENDS) if name == "auto" else [name]
+def select(function: str, name: str, device: torch.device, dtype: torch.dtype) -> type[Backend]:
+    """The backend called `name`, or for "auto" the fastest that has no reason against the call."""
+    wanted = [name] if name != "auto" else [known for known, backend in BACKENDS.items() if backend.suits(device)]
+    reasons: list[str] = []
     for candidate in wanted:
-        if not reasons[candidate]:
+        against = BACKENDS[candidate].reasons_against(device, dtype)
+        if not against:
             return BACKENDS[candidate]
-    lines = [f"  {candidate}: {reason}" for candidate in wanted for reason in reasons[candidate]]
+        reasons += against
+    lines = [f"  {reason}." for reason in reasons]
     raise ValueError(
         "\n".join(
             [

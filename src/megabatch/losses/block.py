@@ -78,14 +78,18 @@ class Tile:
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
+    @property
+    def may_hold_targets(self) -> bool:
+        """False where surely no row's target is in this tile."""
+        within, start, stop = self.rows.targets_within, self.columns.start, self.columns.start + len(self.columns)
+        return self.rows.target is not None and not (within is not None and (within[1] <= start or stop <= within[0]))
+
     @cached_property
     def targets(self) -> tuple[Tensor, Tensor] | None:
         """For every row, (column of its target within this tile, whether it is here); None where surely none is."""
-        target, within = self.rows.target, self.rows.targets_within
-        start, stop = self.columns.start, self.columns.start + len(self.columns)
-        if target is None or (within is not None and (within[1] <= start or stop <= within[0])):
+        if self.rows.target is None or not self.may_hold_targets:
             return None
-        column = target - start
+        column = self.rows.target - self.columns.start
         here = (column >= 0) & (column < len(self.columns))
         return column.clamp_(0, len(self.columns) - 1), here
 

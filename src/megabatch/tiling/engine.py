@@ -112,7 +112,7 @@ def _fold(job: Job) -> Tensor:
     tiles = (tile for strip in job.strips(carried=_carried(job)) for tile in strip)
     for index, tile in enumerate(tiles):
         job.backend.fold(tile, slots[index] if index < len(slots) else None)
-    kept[: len(slots)] = kept.new_tensor([slot.shift for slot in slots])
+    kept[: len(slots)] = kept.new_tensor([slot.mark for slot in slots])
     return kept
 
 
@@ -218,10 +218,10 @@ def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> No
 
 def _finish(job: Job, factor: Tensor | float) -> Tensor:
     """From sums of slopes to gradients, in place, and those of scale and bias, which are returned."""
-    scale_sum = job.backend.scale_sum
+    scale_sum, bias_sum = job.backend.slope_sums()
     if job.meeting.wanted.scale and not job.sums_slopes:
         scale_sum = _scale_sum(job)
-    scalars = factor * torch.tensor([scale_sum, job.backend.bias_sum], dtype=torch.float64, device=job.device)
+    scalars = factor * torch.tensor([scale_sum, bias_sum], dtype=torch.float64, device=job.device)
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = job.call.reduction != "none" and job.call.grad_reduction == "mean"

@@ -7,8 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..backends.eager import Eager, Kept
-from ..backends.select import select
+from ..backends.backend import Backend, Kept, float32_precision
 from ..backends.workspace import borrow
 from ..distributed.ring import Turn
 from ..losses.block import Block, Tile
@@ -48,8 +47,8 @@ class Job:
         self.num_rows, self.num_columns = sum(map(len, self.rows)), sum(map(len, self.columns))
         product = self._product()
         self.sums_slopes = self._sums_slopes(product)
-        self.plan, backend = self._decide(plan, product)
-        self.backend: Eager = backend(
+        self.plan = plan or self._make_plan(product)
+        self.backend: Backend = self.meeting.backend(
             self.spec,
             self.scale,
             self.bias,
@@ -113,26 +112,23 @@ class Job:
     # ---- decisions
 
     def _product(self) -> torch.dtype | None:
-        """What products multiply in, where that is not what they are summed in: halves, on an accelerator."""
-        if self.device.type == "cpu" or self.call.normalize or self.compute == torch.float64:
+        """What products multiply in, where that is not what they are summed in: halves."""
+        halves = self.meeting.backend.multiplies_halves(self.device, bool(self.call.normalize))
+        if not halves or self.compute == torch.float64:
             return None
         if self.call.product:
             return self.call.product_dtype
         return None if self.inputs.first.dtype == torch.float32 else self.inputs.first.dtype
 
-    def _decide(self, plan: Plan | None, product: torch.dtype | None) -> tuple[Plan, type[Eager]]:
-        """The plan, where the forward has not made it, and the backend; or the same error on all ranks."""
-        call, error = self.call, None
+    def _make_plan(self, product: torch.dtype | None) -> Plan:
+        """Or the same error on all ranks."""
+        error = None
         try:
-            backend = select(call.function, call.backend, self.device, self.inputs.first.dtype)
-            decided = plan or make_plan(call, self._shape(product), self._one_pass())
+            plan = make_plan(self.call, self._shape(product), self._one_pass())
         except ValueError as refused:
             error = refused
-        if plan is None:
-            self.meeting.agree_on_plans(error)
-        elif error is not None:
-            raise error
-        return decided, backend
+        self.meeting.agree_on_plans(error)
+        return plan
 
     def _shape(self, product: torch.dtype | None) -> Shape:
         wanted = product or self.compute
@@ -145,6 +141,7 @@ class Job:
             element=torch.finfo(self.compute).bits // 8,
             copied=any(block.features.dtype != wanted or block.inverse_norm is not None for block in blocks),
             products=self.sums_slopes,
+            backend=self.meeting.backend,
             threads=torch.get_num_threads() if self.device.type == "cpu" else 2,
         )
 
@@ -155,7 +152,8 @@ class Job:
     def _sums_slopes(self, product: torch.dtype | None) -> bool:
         """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
         needed = self.meeting.all_needed(self.meeting.row_places) or self.meeting.all_needed(self.meeting.column_places)
-        return self.meeting.wanted.scale and not (product is None and needed)
+        exact = product is None and float32_precision(self.device) == "ieee"
+        return self.meeting.wanted.scale and not (exact and needed)
 
     def scale_side(self) -> list[Block]:
         """The side whose feature gradients give the scale's."""
@@ -208,12 +206,12 @@ class Job:
         return memory, self.slots(memory)
 
     def slots(self, memory: Tensor) -> list[Kept]:
-        """The parts: first a shift for every tile, then the tiles."""
+        """The parts: first a mark for every tile, then the tiles."""
         count = self.plan.kept
         if count == 0:
             return []
-        shifts, tiles = memory[:count].tolist(), memory[count:].view(count, -1)
-        return [Kept(buffer, shift) for buffer, shift in zip(tiles, shifts, strict=True)]
+        marks, tiles = memory[:count].tolist(), memory[count:].view(count, -1)
+        return [Kept(buffer, mark) for buffer, mark in zip(tiles, marks, strict=True)]
 
     def attach_gradients(self) -> None:
         """Give every block whose features need a gradient memory to sum it in."""

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.backend import Backend
+from ..backends.eager import Eager
+from ..backends.select import select
 from ..distributed.collectives import Facts, Ranks, first_difference, kind_of
 from ..distributed.ring import owner_at
 from .call import Call, Inputs, Needs
-from .plan import DEFAULT_BUDGET
 from .values import check_values
 
 FURTHEST_SCALES = 1e-5  # relative: ranks may round a logarithm's exponential differently
@@ -30,9 +32,8 @@ class Guest:
         gradients: It records gradients: it can take part in a backward.
         weights: Sum and maximum of its rows' weights.
         upstream: d objective / d value, in the backward of a mean or sum; of losses per row, the largest.
-        budget: Bytes that it may take.
-        decides: Its caller chose a tile, a budget or a backend, or came with rows so wide that the default budget
-            may not do.
+        budget: Bytes that it may take, if its caller named them.
+        decides: Its caller chose a tile or a budget, or came with rows so wide that the default budget may not do.
     """
 
     rows: tuple[int, ...]
@@ -44,7 +45,7 @@ class Guest:
     bias: float
     weights: tuple[float, float]
     upstream: float
-    budget: int
+    budget: int | None
     decides: bool
 
 
@@ -60,7 +61,8 @@ class Meeting:
     """All ranks of a call.
 
     Attributes:
-        scale, bias: The same on all ranks.
+        backend: Who computes the tiles; the same on all ranks, as
+        scale, bias: are.
     """
 
     def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None, forward: int = 0) -> None:
@@ -70,15 +72,18 @@ class Meeting:
         self.ranks = Ranks(call.function, call.group, turn, inputs.first.device)
         self.width = inputs.first.shape[1]
         mine, error = _guest(inputs, call, upstream), None
-        if upstream is None:
-            try:
+        self.backend: type[Backend] = Eager
+        try:
+            self.backend = select(call.function, call.backend, inputs.first.device, inputs.first.dtype)
+            if upstream is None:
                 self.ranks.check_device()
                 check_values(inputs, call, mine.scale, mine.bias)
-            except ValueError as refused:
-                error = refused
+        except ValueError as refused:
+            error = refused
         self.guests = [mine]
         if call.group:
             options = _options(inputs, call) | {"the order of backwards": f"that of loss {forward}"}
+            options["the backend"] = self.backend.name  # another one rounds in another way, or sums elsewhere
             self.guests = [_guest_from(own) for own in self.ranks.agree(options, vars(mine), error)]
             self._check_together()
         elif error is not None:
@@ -199,7 +204,9 @@ class Meeting:
         columns = sum(place.length for places in self.column_places for place in places)
         features: int = max(getattr(torch, name).itemsize for guest in self.guests for name in guest.dtypes if name)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that go home and those that come
-        return columns * self.width * (features + gradients) <= min(guest.budget for guest in self.guests)
+        return columns * self.width * (features + gradients) <= min(
+            guest.budget or self.backend.default_budget for guest in self.guests
+        )
 
 
 def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
@@ -222,13 +229,8 @@ def _guest(inputs: Inputs, call: Call, upstream: Tensor | None) -> Guest:
         bias=0.0 if inputs.bias is None else inputs.bias.item(),
         weights=weights,
         upstream=multiplied,
-        budget=call.memory_budget or DEFAULT_BUDGET,
-        decides=(
-            call.memory_budget is not None
-            or call.tile is not None
-            or call.backend != "auto"
-            or inputs.first.shape[1] > WIDE
-        ),
+        budget=call.memory_budget,
+        decides=call.memory_budget is not None or call.tile is not None or inputs.first.shape[1] > WIDE,
     )
 
 

@@ -6,11 +6,9 @@ Letters: r, c height and width of a tile; N, M rows and columns of the plane; D 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..backends.backend import MIB, Backend
 from .call import Call
 
-MIB = 2**20
-# What a call takes if the caller names no budget; the products' own buffers and the O(N) vectors come on top.
-DEFAULT_BUDGET = 48 * MIB
 SMALLEST_SIDE = 16
 SMALL_PLANE = 4 * MIB
 # A strip this low still multiplies at nearly full speed.
@@ -20,7 +18,8 @@ USEFUL_HEIGHT = 128
 @dataclass(frozen=True)
 class Shape:
     """What the plan must know of a call: rows and columns of the plane by block, those of visiting ranks apart, width,
-    bytes of an element, whether features are copied strip by strip and x.y is held beside the logits, and threads."""
+    bytes of an element, whether features are copied strip by strip and x.y is held beside the logits, and who computes
+    it with how many threads."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -29,6 +28,7 @@ class Shape:
     element: int
     copied: bool
     products: bool
+    backend: type[Backend]
     threads: int
 
 
@@ -59,7 +59,7 @@ class Plan:
 @lru_cache(maxsize=128)
 def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
     """`one_pass`: the forward walk may compute the gradients, if a strip of useful height fits the budget."""
-    budget = DEFAULT_BUDGET if call.memory_budget is None else call.memory_budget
+    budget = shape.backend.default_budget if call.memory_budget is None else call.memory_budget
     rows, columns = _sides(call, shape, budget)
     spec, total_columns = call.spec, sum(shape.columns)
     if one_pass and spec.link == "sigmoid":
@@ -86,12 +86,9 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
 
 
 def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
-    """What the eager backend holds while it works on one tile."""
-    masked = call.spec.same != "ignore" or call.spec.smoothing > 0
-    floats = 2 + shape.products + (1 if masked else 0)
-    masks = 3 if masked else 0
+    """What is held while one tile is worked on."""
     copies = (rows + columns) * shape.width * shape.element if shape.copied else 0
-    return rows * columns * (floats * shape.element + masks) + copies
+    return shape.backend.tile_bytes(call.spec, rows, columns, shape.element, shape.products) + copies
 
 
 def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
@@ -112,7 +109,7 @@ def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
     if needed > budget:
         raise ValueError(
             f"{call.function}: memory_budget must be at least {needed} bytes for features of width {shape.width}, "
-            f"got {budget}. The default is {DEFAULT_BUDGET}."
+            f"got {budget}. The default is {shape.backend.default_budget}."
         )
     height, width = (min(side, length) for side, length in zip(_preferred(call, shape), longest, strict=True))
     while working_bytes(call, shape, height, width) > budget:
@@ -127,14 +124,14 @@ def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
 
 def _preferred(call: Call, shape: Shape) -> tuple[int, int]:
     """The sides that ran fastest, as far as the plane reaches."""
-    side = 2048 if shape.width >= 128 else 512
+    height, side = shape.backend.sides(shape.width, shape.threads)
     longest = max(*shape.rows, *shape.visiting, 1)
     if call.spec.symmetric and _small(shape):
         return longest, longest
     if call.spec.symmetric:
         # A diagonal tile is computed whole though half of it would do: more strips, less waste.
         return (min(side // 2, max(256, _even(longest, -(-sum(shape.rows) // 8)))),) * 2
-    return (side // 2 if shape.threads > 1 else side // 4), side
+    return height, side
 
 
 def _small(shape: Shape) -> bool:

@@ -1,0 +1,330 @@
+"""The triton backend: tiles by one kernel whose epilogue is the loss, and the gradients by library products.
+
+Forward: a matrix product in blocks, each reduced to partial statistics of its rows and columns, which a second, small
+kernel merges. Backward: the same product, whose epilogue writes the slope G in the features' own half type, and two
+library products. For NVIDIA from compute capability 8.0 and AMD; under TRITON_INTERPRET=1 also on CPU tensors, to test.
+No GPU has run it yet: it was compiled for them, and its results come from the interpreter.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..losses.block import Block, Tile
+from ..losses.spec import Spec
+from .backend import MIB, Backend, Kept, float32_precision, shaped
+from .triton_settings import Settings, Tuning, architecture, autotunes, defaults, variants
+
+Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
+
+# What a slope is multiplied by before it is rounded to float16, whose smallest normal number is 6e-5: slopes are of
+# size 2 at most, and those of a batch of a million still have all their digits.
+FLOAT16_LIFT = 2.0**14
+# Marks of what is kept of a tile: x.y, or already the slope.
+PRODUCTS, SLOPE = math.nan, 1.0
+
+_TUNING: list[Tuning] = []
+
+
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, which the environment decides when they are first needed."""
+    if not _installed():
+        return False
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from .triton_kernels import tile_kernel
+
+    return isinstance(tile_kernel, InterpretedFunction)
+
+
+def launch(kernel: Any, grid: tuple[int], arguments: dict[str, Any]) -> None:
+    kernel[grid](**arguments)
+
+
+class Triton(Backend):
+    """What is kept of a tile is x.y or, by a sigmoid loss whose pulls are known, the slope."""
+
+    name = "triton"
+    default_budget = 256 * MIB
+
+    def __init__(
+        self, *arguments: Any, launcher: Launcher = launch, settings: Settings | None = None, **options: Any
+    ) -> None:
+        """`launcher` and `settings` take the place of what this device would have."""
+        super().__init__(*arguments, **options)
+        self._launcher = launcher
+        self._architecture = architecture(self.device)
+        self._settings = settings
+        self._precision = float32_precision(self.device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    @staticmethod
+    def suits(device: torch.device) -> bool:
+        return device.type == "cuda" and not _interprets()
+
+    @staticmethod
+    def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
+        reasons = []
+        if not _installed():
+            reasons.append("triton is not installed. Install it with pip install 'megabatch[triton]'")
+        if device.type == "cpu" and not _interprets():
+            reasons.append(
+                "the features are on the CPU. Move them to a GPU, or set TRITON_INTERPRET=1 before the first call to "
+                "try the kernels here, slowly"
+            )
+        elif device.type not in ("cpu", "cuda"):
+            reasons.append(f"the features are on {device.type}. It runs on CUDA and ROCm devices")
+        elif device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+            major, minor = torch.cuda.get_device_capability(device)
+            reasons.append(f"the GPU has compute capability {major}.{minor}. It needs 8.0 or newer")
+        if dtype == torch.float64:
+            reasons.append("the features are float64. Its kernels compute in float32")
+        return reasons
+
+    @staticmethod
+    def multiplies_halves(device: torch.device, normalize: bool) -> bool:
+        return True
+
+    @staticmethod
+    def sides(width: int, threads: int) -> tuple[int, int]:
+        return 8192, 8192
+
+    @staticmethod
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, products: bool) -> int:
+        """The slope and, 64 rows or columns at a time, partial statistics of both sides."""
+        partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
+        return rows * columns * element + partials * 4
+
+    # ---- tiles
+
+    def fold(self, tile: Tile, kept: Kept | None = None) -> None:
+        products = slope = None
+        if kept is not None and self.spec.link == "sigmoid" and len(tile.rows.pull):
+            kept.mark, slope = SLOPE, self._as_slope(kept.buffer, tile)
+        elif kept is not None:
+            kept.mark, products = PRODUCTS, shaped(kept.buffer, tile.shape)
+        settings = self._tuned(tile)
+        down, across = _blocks(tile, settings)
+        of_rows, of_columns = partials = self._partials(tile, settings)
+        self._run(tile, settings, fold=partials, products=products, slope=slope, push=slope is not None)
+        self._merge(tile.rows, of_rows, across, with_total=True)
+        if of_columns is not None:
+            self._merge(tile.columns, of_columns, down, with_total=self.spec.link == "softmax")
+
+    def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
+        slope = self.slope(tile, kept)
+        if slope is not None:
+            self._add_to_gradients(tile, slope, alpha=1 / self._lift)
+
+    def slope(self, tile: Tile, kept: Kept | None = None) -> Tensor | None:
+        """G times the lift, in the type that products take; None where no features need it."""
+        if kept is not None and not math.isnan(kept.mark):
+            return self._as_slope(kept.buffer, tile)
+        needed = tile.rows.grad is not None or tile.columns.grad is not None
+        slope = self._buffer("slope", tile.shape, self.product) if needed else None
+        products = None if kept is None else shaped(kept.buffer, tile.shape)
+        self._run(tile, self._settings_for(tile), push=True, products=products, given=kept is not None, slope=slope)
+        return slope
+
+    def scores(self, tile: Tile) -> Tensor:
+        out = self._buffer("scores", tile.shape, torch.float32)
+        self._run(tile, self._settings_for(tile), products=out)
+        out.mul_(self.scale)
+        return out.add_(self.bias) if self.bias else out
+
+    def slope_sums(self) -> tuple[float, float]:
+        slopes, products = self._sums.tolist()
+        return products, slopes
+
+    @property
+    def _lift(self) -> float:
+        return FLOAT16_LIFT if self.product == torch.float16 else 1.0
+
+    def _as_slope(self, buffer: Tensor, tile: Tile) -> Tensor:
+        return shaped(buffer.view(self.product), tile.shape)
+
+    def _partials(self, tile: Tile, settings: Settings) -> tuple[Tensor, Tensor | None]:
+        """Memory for what blocks leave of the tile's rows and, where they are folded too, of its columns."""
+        down, across = _blocks(tile, settings)
+        slots = 4 + 2 * bool(self.spec.smoothing) + self.stats
+        both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
+        both = self.stats if self.spec.link == "sigmoid" else both
+        of_rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
+        if not both:
+            return of_rows, None
+        return of_rows, self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
+
+    # ---- launches
+
+    def _run(
+        self,
+        tile: Tile,
+        settings: Settings,
+        fold: tuple[Tensor, Tensor | None] | None = None,
+        push: bool = False,
+        products: Tensor | None = None,
+        given: bool = False,
+        slope: Tensor | None = None,
+    ) -> None:
+        """The tile kernel. `products` are read where they are `given`, else written."""
+        from .triton_kernels import tile_kernel
+
+        rows, columns, spec = tile.rows, tile.columns, self.spec
+        x, y = (self._operand(side, block, False) for side, block in (("rows", rows), ("columns", columns)))
+        down, across = _blocks(tile, settings)
+        sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
+        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
+        softmax_push = push and spec.link == "softmax"
+        both_push = softmax_push and spec.two_sided
+        x_state, y_state = rows.state.table, columns.state.table
+        ids = spec.same != "ignore" and rows.ids is not None and columns.ids is not None
+        arguments = {
+            "x": x,
+            "y": y,
+            "x_norm": rows.inverse_norm,
+            "y_norm": columns.inverse_norm,
+            "x_ids": rows.ids if ids else None,
+            "y_ids": columns.ids if ids else None,
+            "target": rows.target if tile.may_hold_targets else None,
+            "x_state": x_state if softmax_push else None,
+            "y_state": y_state if both_push else None,
+            "x_pull": rows.pull if push else None,
+            "y_pull": columns.pull if both_push else None,
+            "products": products,
+            "x_partials": fold[0] if fold else None,
+            "y_partials": fold[1] if fold else None,
+            "slope": slope,
+            "sums": sums,
+            "num_rows": len(rows),
+            "num_columns": len(columns),
+            "width": x.shape[1],
+            "x_stride": x.stride(0),
+            "x_step": x.stride(1),
+            "y_stride": y.stride(0),
+            "y_step": y.stride(1),
+            "x_state_stride": x_state.stride(0) if softmax_push else 0,
+            "y_state_stride": y_state.stride(0) if both_push else 0,
+            "products_stride": len(columns),
+            "slope_stride": len(columns),
+            "column_start": columns.start,
+            "scale": float(self.scale),
+            "bias": float(self.bias),
+            "smoothing": float(spec.smoothing),
+            "LINK": spec.link,
+            "SAME": spec.same,
+            "IDS": ids,
+            "TARGETS": tile.may_hold_targets,
+            "DIAGONAL": tile.diagonal,
+            "NORMALIZED": rows.inverse_norm is not None,
+            "SMOOTHING": bool(spec.smoothing),
+            "STATS": self.stats,
+            "GIVEN": given,
+            "KEEP": products is not None and not given,
+            "FOLD": fold is not None,
+            "PUSH": push,
+            "SUM": sums_it,
+            "BOTH_FOLD": fold is not None and fold[1] is not None,
+            "BOTH_PUSH": both_push,
+            **{f"{name.upper()}_AT": _position(rows, name) for name in ("shift", "total", "count", "valid")},
+            "LIFT": self._lift if slope is not None else 0.0,
+            "EVEN_WIDTH": x.shape[1] % settings.width == 0,
+            "PRECISION": self._precision,
+            # The interpreter takes bfloat16 for the integers that it stores them in.
+            "WIDEN": self._architecture == "interpreter" and self.product == torch.bfloat16,
+            "BLOCK_ROWS": settings.rows,
+            "BLOCK_COLUMNS": settings.columns,
+            "BLOCK_WIDTH": settings.width,
+            "GROUP": settings.band,
+            "num_warps": settings.warps,
+            "num_stages": settings.stages,
+        }
+        self._launch(tile_kernel, down * across, arguments)
+        if sums is not None:
+            # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
+            self._sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
+
+    def _merge(self, block: Block, partials: Tensor, num_blocks: int, with_total: bool) -> None:
+        from .triton_kernels import merge_kernel
+
+        names = ("shift", "total", "positive", "count", "everything", "valid", "best", "best_positive")
+        at = {f"{name.upper()}_AT": _position(block, name) for name in names}
+        if not with_total:  # columns of a sigmoid loss have a best, and nothing else
+            at |= {"TOTAL_AT": -1, "POSITIVE_AT": -1, "COUNT_AT": -1}
+        arguments = {
+            "partials": partials,
+            "state": block.state.table,
+            "length": len(block),
+            "num_blocks": num_blocks,
+            "state_stride": block.state.table.stride(0),
+            "LINK": self.spec.link,
+            "BEST_SLOT": 4 + 2 * bool(self.spec.smoothing),
+            **at,
+            "BLOCKS": 32,
+            "BLOCK": 32,
+            "num_warps": 4,
+        }
+        self._launch(merge_kernel, -(-len(block) // 32), arguments)
+
+    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with on_device:
+            self._launcher(kernel, (programs,), arguments)
+
+    # ---- settings
+
+    def _settings_for(self, tile: Tile) -> Settings:
+        if self._settings is None:
+            tuned = _tuning().known(self._key(tile)) if autotunes() else None
+            self._settings = tuned or defaults(self._architecture, self._kind)
+        return self._settings
+
+    def _tuned(self, tile: Tile) -> Settings:
+        """The same, after a search if that is asked for and nobody has made it: a forward comes before its backward."""
+        if self._settings is None and autotunes() and _tuning().known(self._key(tile)) is None:
+            candidates = variants(defaults(self._architecture, self._kind))
+            _tuning().search(self._key(tile), candidates, lambda settings: self._milliseconds(tile, settings))
+        return self._settings_for(tile)
+
+    def _milliseconds(self, tile: Tile, settings: Settings) -> float | None:
+        """Of one fold; None where the device has not the registers or the shared memory."""
+        from triton.runtime.errors import OutOfResources
+        from triton.testing import do_bench
+
+        partials = self._partials(tile, settings)
+        try:
+            taken: float = do_bench(lambda: self._run(tile, settings, fold=partials))
+        except OutOfResources:
+            return None
+        return taken
+
+    @property
+    def _kind(self) -> str:
+        return self._precision if self.product == torch.float32 else "half"
+
+    def _key(self, tile: Tile) -> str:
+        return f"{self._architecture} {self._kind} {tile.rows.features.shape[1]} {self.spec.link}"
+
+
+def _tuning() -> Tuning:
+    if not _TUNING:
+        _TUNING.append(Tuning())
+    return _TUNING[0]
+
+
+def _blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
+    return -(-len(tile.rows) // settings.rows), -(-len(tile.columns) // settings.columns)
+
+
+def _position(block: Block, name: str) -> int:
+    """Of a field among those of a state; -1 where there is none."""
+    names = block.state.names
+    return names.index(name) if name in names else -1
