@@ -116,9 +116,9 @@ class Triton(Backend):
         down, across = _blocks(tile, settings)
         of_rows, of_columns = partials = self._partials(tile, settings)
         self._run(tile, settings, fold=partials, products=products, slope=slope, push=slope is not None)
-        self._merge(tile.rows, of_rows, across, with_total=True)
+        self._merge(tile, tile.rows, of_rows, across * settings.parts)
         if of_columns is not None:
-            self._merge(tile.columns, of_columns, down, with_total=self.spec.link == "softmax")
+            self._merge(tile, tile.columns, of_columns, down)
 
     def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
         slope = self.slope(tile, kept)
@@ -158,10 +158,13 @@ class Triton(Backend):
         slots = 4 + 2 * bool(self.spec.smoothing) + self.stats
         both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
         both = self.stats if self.spec.link == "sigmoid" else both
-        of_rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
+        of_rows = self._buffer("row partials", (slots * across * settings.parts, len(tile.rows)), torch.float32)
         if not both:
             return of_rows, None
         return of_rows, self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
+
+    def _has_ids(self, tile: Tile) -> bool:
+        return self.spec.same != "ignore" and tile.rows.ids is not None and tile.columns.ids is not None
 
     # ---- launches
 
@@ -182,11 +185,11 @@ class Triton(Backend):
         x, y = (self._operand(side, block, False) for side, block in (("rows", rows), ("columns", columns)))
         down, across = _blocks(tile, settings)
         sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
-        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
+        sums = self._buffer("sums", (down * across * settings.parts, 2), torch.float32) if sums_it else None
         softmax_push = push and spec.link == "softmax"
         both_push = softmax_push and spec.two_sided
         x_state, y_state = rows.state.table, columns.state.table
-        ids = spec.same != "ignore" and rows.ids is not None and columns.ids is not None
+        ids = self._has_ids(tile)
         arguments = {
             "x": x,
             "y": y,
@@ -232,8 +235,7 @@ class Triton(Backend):
             "FOLD": fold is not None,
             "PUSH": push,
             "SUM": sums_it,
-            "BOTH_FOLD": fold is not None and fold[1] is not None,
-            "BOTH_PUSH": both_push,
+            "BOTH": both_push or (fold is not None and fold[1] is not None),
             **{f"{name.upper()}_AT": _position(rows, name) for name in ("shift", "total", "count", "valid")},
             "LIFT": self._lift if slope is not None else 0.0,
             "EVEN_WIDTH": x.shape[1] % settings.width == 0,
@@ -243,32 +245,36 @@ class Triton(Backend):
             "BLOCK_ROWS": settings.rows,
             "BLOCK_COLUMNS": settings.columns,
             "BLOCK_WIDTH": settings.width,
-            "GROUP": settings.band,
+            "BAND": settings.band,
+            "PARTS": settings.parts,
             "num_warps": settings.warps,
             "num_stages": settings.stages,
+            "enable_fp_fusion": False,  # forward and backward must round S alike
         }
         self._launch(tile_kernel, down * across, arguments)
         if sums is not None:
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
             self._sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
 
-    def _merge(self, block: Block, partials: Tensor, num_blocks: int, with_total: bool) -> None:
+    def _merge(self, tile: Tile, block: Block, partials: Tensor, num_parts: int) -> None:
         from .triton_kernels import merge_kernel
 
         names = ("shift", "total", "positive", "count", "everything", "valid", "best", "best_positive")
-        at = {f"{name.upper()}_AT": _position(block, name) for name in names}
-        if not with_total:  # columns of a sigmoid loss have a best, and nothing else
-            at |= {"TOTAL_AT": -1, "POSITIVE_AT": -1, "COUNT_AT": -1}
+        at = {name: _position(block, name) for name in names}
+        if block is tile.columns and self.spec.link == "sigmoid":  # they have a best, and nothing else
+            at |= {"total": -1, "positive": -1, "count": -1}
+        if not (tile.may_hold_targets or (self._has_ids(tile) and self.spec.same == "positive")):
+            at |= {"positive": -1, "count": -1, "best_positive": -1}
         arguments = {
             "partials": partials,
             "state": block.state.table,
             "length": len(block),
-            "num_blocks": num_blocks,
+            "num_parts": num_parts,
             "state_stride": block.state.table.stride(0),
             "LINK": self.spec.link,
             "BEST_SLOT": 4 + 2 * bool(self.spec.smoothing),
-            **at,
-            "BLOCKS": 32,
+            **{f"{name.upper()}_AT": position for name, position in at.items()},
+            "PARTS": 32,
             "BLOCK": 32,
             "num_warps": 4,
         }

@@ -23,12 +23,14 @@ class Settings:
         rows, columns: Sides of the block that a program computes.
         width: Features that it loads at a time.
         band: Blocks that go down before the next ones across: they share rows and columns in the cache.
+        parts: How many parts the epilogue takes a block in, for it needs registers.
     """
 
     rows: int
     columns: int
     width: int
     band: int
+    parts: int
     warps: int
     stages: int
 
@@ -36,32 +38,32 @@ class Settings:
 # By architecture, for halves, for float32 multiplied as tf32, and for float32 as it is.
 DEFAULTS = {
     "sm_80": {
-        "half": Settings(128, 128, 64, 8, warps=8, stages=3),
-        "tf32": Settings(128, 128, 32, 8, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=8, warps=4, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=8, warps=4, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_86": {
-        "half": Settings(128, 128, 32, 8, warps=8, stages=3),
-        "tf32": Settings(128, 128, 16, 8, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, warps=8, stages=3),
+        "half": Settings(128, 128, 32, 8, parts=8, warps=4, stages=3),
+        "tf32": Settings(128, 128, 16, 8, parts=8, warps=4, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_90": {
-        "half": Settings(128, 128, 64, 8, warps=8, stages=4),
-        "tf32": Settings(128, 128, 32, 8, warps=8, stages=4),
-        "ieee": Settings(64, 64, 16, 8, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_100": {
-        "half": Settings(128, 128, 64, 8, warps=8, stages=4),
-        "tf32": Settings(128, 128, 32, 8, warps=8, stages=4),
-        "ieee": Settings(64, 64, 16, 8, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "gfx942": {
-        "half": Settings(128, 128, 64, 8, warps=8, stages=2),
-        "tf32": Settings(128, 128, 32, 8, warps=8, stages=2),
-        "ieee": Settings(128, 128, 32, 8, warps=8, stages=2),
+        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=2),
+        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=2),
+        "ieee": Settings(128, 128, 32, 8, parts=4, warps=8, stages=2),
     },
     # Small, so that small tests have several blocks.
-    "interpreter": {kind: Settings(32, 32, 32, 2, warps=1, stages=1) for kind in ("half", "tf32", "ieee")},
+    "interpreter": {kind: Settings(32, 32, 32, 2, parts=2, warps=1, stages=1) for kind in ("half", "tf32", "ieee")},
 }
 
 
@@ -98,7 +100,7 @@ def variants(settings: Settings) -> list[Settings]:
     """What is tried: the defaults first, which win a tie."""
     shapes = [(128, 128), (128, 64), (64, 128), (128, 256), (64, 64)]
     tried = [
-        Settings(rows, columns, width, settings.band, warps, stages)
+        Settings(rows, columns, width, settings.band, settings.parts, warps, stages)
         for rows, columns in shapes
         for width in (settings.width, settings.width // 2)
         if width >= 16
