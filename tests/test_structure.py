@@ -31,6 +31,9 @@ MAY_IMPORT = {
     "modules": {"functional", "checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval"},
     "bench": {PUBLIC, "reference"},
+    "check": {PUBLIC, "reference", "bench"},
+    "cli": {PUBLIC, "check"},
+    "__main__": {"cli"},
 }
 
 LOSSES = ["clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_loss"]

@@ -89,9 +89,13 @@ class Backend(ABC):
 
     @staticmethod
     @abstractmethod
-    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, products: bool) -> int:
-        """What is held while it works on one tile, copies of its features apart. `element`: bytes of a logit;
-        `products`: x.y is held beside the logits."""
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
+        """What is held while it works on one tile, copies of its features apart.
+
+        Args:
+            element, operand: Bytes of a logit, and of what products take.
+            products: x.y is held beside the logits.
+        """
 
     # ---- tiles
 

@@ -47,10 +47,11 @@ class Eager(Backend):
         return (side // 2 if threads > 1 else side // 4), side
 
     @staticmethod
-    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, products: bool) -> int:
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
         masked = spec.same != "ignore" or spec.smoothing > 0
         floats = 2 + products + (1 if masked else 0)
-        return rows * columns * (floats * element + (3 if masked else 0))
+        rounded = operand if operand != element else 0  # the slope
+        return rows * columns * (floats * element + rounded + (3 if masked else 0))
 
     def fold(self, tile: Tile, kept: Kept | None = None) -> None:
         logits = self._logits(tile, kept)

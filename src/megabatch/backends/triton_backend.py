@@ -99,10 +99,10 @@ class Triton(Backend):
         return 8192, 8192
 
     @staticmethod
-    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, products: bool) -> int:
-        """The slope and, 64 rows or columns at a time, partial statistics of both sides."""
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
+        """The slope and, for every 64 rows or columns, partial statistics of both sides."""
         partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
-        return rows * columns * element + partials * 4
+        return rows * columns * operand + partials * torch.float32.itemsize
 
     # ---- tiles
 
@@ -116,7 +116,7 @@ class Triton(Backend):
         down, across = _blocks(tile, settings)
         of_rows, of_columns = partials = self._partials(tile, settings)
         self._run(tile, settings, fold=partials, products=products, slope=slope, push=slope is not None)
-        self._merge(tile, tile.rows, of_rows, across * settings.parts)
+        self._merge(tile, tile.rows, of_rows, across)
         if of_columns is not None:
             self._merge(tile, tile.columns, of_columns, down)
 
@@ -158,7 +158,7 @@ class Triton(Backend):
         slots = 4 + 2 * bool(self.spec.smoothing) + self.stats
         both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
         both = self.stats if self.spec.link == "sigmoid" else both
-        of_rows = self._buffer("row partials", (slots * across * settings.parts, len(tile.rows)), torch.float32)
+        of_rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
         if not both:
             return of_rows, None
         return of_rows, self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
@@ -185,7 +185,7 @@ class Triton(Backend):
         x, y = (self._operand(side, block, False) for side, block in (("rows", rows), ("columns", columns)))
         down, across = _blocks(tile, settings)
         sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
-        sums = self._buffer("sums", (down * across * settings.parts, 2), torch.float32) if sums_it else None
+        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
         softmax_push = push and spec.link == "softmax"
         both_push = softmax_push and spec.two_sided
         x_state, y_state = rows.state.table, columns.state.table
@@ -249,14 +249,13 @@ class Triton(Backend):
             "PARTS": settings.parts,
             "num_warps": settings.warps,
             "num_stages": settings.stages,
-            "enable_fp_fusion": False,  # forward and backward must round S alike
         }
         self._launch(tile_kernel, down * across, arguments)
         if sums is not None:
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
             self._sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
 
-    def _merge(self, tile: Tile, block: Block, partials: Tensor, num_parts: int) -> None:
+    def _merge(self, tile: Tile, block: Block, partials: Tensor, num_blocks: int) -> None:
         from .triton_kernels import merge_kernel
 
         names = ("shift", "total", "positive", "count", "everything", "valid", "best", "best_positive")
@@ -269,12 +268,12 @@ class Triton(Backend):
             "partials": partials,
             "state": block.state.table,
             "length": len(block),
-            "num_parts": num_parts,
+            "num_blocks": num_blocks,
             "state_stride": block.state.table.stride(0),
             "LINK": self.spec.link,
             "BEST_SLOT": 4 + 2 * bool(self.spec.smoothing),
             **{f"{name.upper()}_AT": position for name, position in at.items()},
-            "PARTS": 32,
+            "BLOCKS": 32,
             "BLOCK": 32,
             "num_warps": 4,
         }
@@ -283,7 +282,8 @@ class Triton(Backend):
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
         with on_device:
-            self._launcher(kernel, (programs,), arguments)
+            # Products and sums are rounded one by one: forward and backward must see the same logits.
+            self._launcher(kernel, (programs,), arguments | {"enable_fp_fusion": False})
 
     # ---- settings
 

@@ -17,7 +17,7 @@ there are some, so that registers are enough.
 import triton
 import triton.language as tl
 
-# Partial results that a part of a block leaves of each of its rows and of its columns, in this order.
+# Partial results that a block leaves of each of its rows and of its columns, in this order.
 PEAK, TOTAL, POSITIVE, COUNT = (tl.constexpr(slot) for slot in range(4))
 EVERYTHING, VALID = tl.constexpr(4), tl.constexpr(5)  # only where labels are smoothed
 LOWEST = tl.constexpr(float("-inf"))
@@ -100,10 +100,13 @@ def tile_kernel(
             x, y, tl.minimum(row, num_rows - 1), tl.minimum(column, num_columns - 1), width, x_stride, x_step, y_stride,
             y_step, EVEN_WIDTH, PRECISION, WIDEN, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_WIDTH,
         )  # fmt: skip
+    POSITIVES: tl.constexpr = TARGETS or (IDS and SAME == "positive")
     PART: tl.constexpr = BLOCK_COLUMNS // PARTS
+    nothing, lowest = tl.zeros((BLOCK_ROWS,), tl.float32), tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
+    peak, total, found, count, everything, valid, best = lowest, nothing, nothing, nothing, nothing, nothing, lowest
+    slopes, weighted = 0.0, 0.0
     for index in tl.static_range(PARTS):
-        part, parts = across * PARTS + index, blocks_across * PARTS
-        column = part * PART + tl.arange(0, PART)
+        column = across * BLOCK_COLUMNS + index * PART + tl.arange(0, PART)
         here = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         if GIVEN:
             at = products + row[:, None].to(tl.int64) * products_stride + column[None, :]
@@ -134,41 +137,38 @@ def tile_kernel(
                 DIAGONAL,
                 TARGETS,
             )
-        if FOLD:
-            rows_at = x_partials + part.to(tl.int64) * num_rows + row
-            row_slot = parts.to(tl.int64) * num_rows
-            columns_at, column_slot = rows_at, row_slot
-            if BOTH:
-                columns_at = y_partials + down.to(tl.int64) * num_columns + column
-                column_slot = blocks_down.to(tl.int64) * num_columns
-            if LINK == "sigmoid":
-                _fold_sigmoid(
-                    s,
-                    row,
-                    column,
-                    at_target,
-                    x_ids,
-                    y_ids,
-                    num_rows,
-                    num_columns,
-                    rows_at,
-                    row_slot,
-                    SAME,
-                    IDS,
-                    TARGETS,
-                )
-            if LINK == "softmax" or STATS:
-                row_peak = _fold(s, rows_at, row_slot, row < num_rows, 1, LINK, SMOOTHING)
-                column_peak = row_peak
-                if BOTH:
-                    column_peak = _fold(s, columns_at, column_slot, column < num_columns, 0, LINK, SMOOTHING)
-                if TARGETS or (IDS and SAME == "positive"):
-                    _fold_positives(
-                        s, row, column, at_target, x_ids, y_ids, num_rows, num_columns, rows_at, row_slot, row_peak,
-                        columns_at, column_slot, column_peak, SAME, IDS, TARGETS, SMOOTHING, STATS, BOTH,
-                    )  # fmt: skip
-        if PUSH:
             positive = _positives(s, row, column, at_target, x_ids, y_ids, num_rows, num_columns, SAME, IDS, TARGETS)
+        if FOLD:
+            if LINK == "sigmoid":
+                total += tl.sum(_softplus(tl.where(positive, -s, s)), 1)
+            if LINK == "softmax" or STATS:
+                # The rows: what they have met in earlier parts is moved to the peak they have now.
+                higher = tl.maximum(peak, tl.max(s, 1))
+                moved = _finite(peak) - _finite(higher)
+                below = s - _finite(higher)[:, None]
+                if LINK == "softmax":
+                    total = total * tl.exp(peak - _finite(higher)) + tl.sum(tl.exp(below), 1)
+                if SMOOTHING:
+                    everything += valid * moved + tl.sum(tl.where(s == LOWEST, 0.0, below), 1)
+                    valid += tl.sum((s != LOWEST).to(tl.float32), 1)
+                peak = higher
+                if BOTH:
+                    columns_at = y_partials + down.to(tl.int64) * num_columns + column
+                    slot = blocks_down.to(tl.int64) * num_columns
+                    column_peak = _fold_columns(s, columns_at, slot, column < num_columns, LINK, SMOOTHING)
+                if POSITIVES:  # of which most blocks have none
+                    found += count * moved
+                    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
+                        found += tl.sum(tl.where(positive, below, 0.0), 1)
+                        count += tl.sum(positive.to(tl.float32), 1)
+                        best = tl.maximum(best, tl.max(tl.where(positive, s, LOWEST), 1))
+                        if BOTH:
+                            _fold_columns_positives(
+                                s, positive, column_peak, columns_at, slot, column < num_columns, SMOOTHING, STATS
+                            )
+                    elif BOTH:
+                        _fold_no_positives(column_peak, columns_at, slot, column < num_columns, SMOOTHING, STATS)
+        if PUSH:
             if LINK == "softmax":
                 g = _softmax_slope(
                     s, positive, row, column, x_state, y_state, x_state_stride, y_state_stride, x_pull, y_pull,
@@ -178,12 +178,28 @@ def tile_kernel(
                 pull = tl.load(x_pull + row, mask=row < num_rows, other=0.0).to(tl.float32)
                 g = _sigmoid(s, positive) * pull[:, None]
             if SUM:
-                at = sums + 2 * (down.to(tl.int64) * parts + part)
-                tl.store(at, tl.sum(tl.sum(g, 1), 0))
-                tl.store(at + 1, tl.sum(tl.sum(g * p, 1), 0))
+                slopes += tl.sum(tl.sum(g, 1), 0)
+                weighted += tl.sum(tl.sum(g * p, 1), 0)
             if LIFT != 0:
                 at = slope + row[:, None].to(tl.int64) * slope_stride + column[None, :]
                 tl.store(at, (g * LIFT).to(slope.dtype.element_ty), mask=here)
+    if FOLD:
+        at, slot = x_partials + across.to(tl.int64) * num_rows + row, blocks_across.to(tl.int64) * num_rows
+        tl.store(at + TOTAL * slot, total, mask=row < num_rows)
+        if LINK == "softmax" or STATS:
+            tl.store(at + PEAK * slot, peak, mask=row < num_rows)
+        if POSITIVES:
+            tl.store(at + POSITIVE * slot, found, mask=row < num_rows)
+            tl.store(at + COUNT * slot, count, mask=row < num_rows)
+            if STATS:
+                tl.store(at + (4 + 2 * SMOOTHING) * slot, best, mask=row < num_rows)
+        if SMOOTHING:
+            tl.store(at + EVERYTHING * slot, everything, mask=row < num_rows)
+            tl.store(at + VALID * slot, valid, mask=row < num_rows)
+    if SUM:
+        at = sums + 2 * (down.to(tl.int64) * blocks_across + across)
+        tl.store(at, slopes)
+        tl.store(at + 1, weighted)
 
 
 @triton.jit
@@ -328,20 +344,19 @@ def _ids(ids, index, length):
 
 
 @triton.jit
-def _fold(s, at, slot, mask, AXIS: tl.constexpr, LINK: tl.constexpr, SMOOTHING: tl.constexpr):
-    """What one side keeps of a part of a block, its positives apart. Returns the peaks.
+def _fold_columns(s, at, slot, mask, LINK: tl.constexpr, SMOOTHING: tl.constexpr):
+    """What the columns keep of a part of a block, their positives apart. Returns their peaks.
 
-    Sums are of logits less the side's own peak, which is where their digits are.
+    Sums are of logits less the column's own peak, which is where their digits are.
     """
-    peak = tl.max(s, AXIS)
+    peak = tl.max(s, 0)
     tl.store(at + PEAK * slot, peak, mask=mask)
     if LINK == "softmax":
-        below = s - tl.expand_dims(_finite(peak), AXIS)
-        tl.store(at + TOTAL * slot, tl.sum(tl.exp(below), AXIS), mask=mask)
+        below = s - _finite(peak)[None, :]
+        tl.store(at + TOTAL * slot, tl.sum(tl.exp(below), 0), mask=mask)
         if SMOOTHING:
-            counts = s != LOWEST
-            tl.store(at + EVERYTHING * slot, tl.sum(tl.where(counts, below, 0.0), AXIS), mask=mask)
-            tl.store(at + VALID * slot, tl.sum(counts.to(tl.float32), AXIS), mask=mask)
+            tl.store(at + EVERYTHING * slot, tl.sum(tl.where(s == LOWEST, 0.0, below), 0), mask=mask)
+            tl.store(at + VALID * slot, tl.sum((s != LOWEST).to(tl.float32), 0), mask=mask)
     return peak
 
 
@@ -352,72 +367,12 @@ def _finite(peak):
 
 
 @triton.jit
-def _fold_sigmoid(
-    s,
-    row,
-    column,
-    at_target,
-    x_ids,
-    y_ids,
-    num_rows,
-    num_columns,
-    at,
-    slot,
-    SAME: tl.constexpr,
-    IDS: tl.constexpr,
-    TARGETS: tl.constexpr,
-):
-    positive = _positives(s, row, column, at_target, x_ids, y_ids, num_rows, num_columns, SAME, IDS, TARGETS)
-    lost = _softplus(tl.where(positive, -s, s))
-    tl.store(at + TOTAL * slot, tl.sum(lost, 1), mask=row < num_rows)
-
-
-@triton.jit
-def _fold_positives(
-    s,
-    row,
-    column,
-    at_target,
-    x_ids,
-    y_ids,
-    num_rows,
-    num_columns,
-    rows_at,
-    row_slot,
-    row_peak,
-    columns_at,
-    column_slot,
-    column_peak,
-    SAME: tl.constexpr,
-    IDS: tl.constexpr,
-    TARGETS: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    STATS: tl.constexpr,
-    BOTH: tl.constexpr,
-):
-    """The same for the positives, of which most blocks have none."""
-    positive = _positives(s, row, column, at_target, x_ids, y_ids, num_rows, num_columns, SAME, IDS, TARGETS)
-    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-        _fold_side_positives(s, positive, rows_at, row_slot, row_peak, row < num_rows, 1, SMOOTHING, STATS)
-        if BOTH:
-            mask = column < num_columns
-            _fold_side_positives(s, positive, columns_at, column_slot, column_peak, mask, 0, SMOOTHING, STATS)
-    else:
-        _fold_no_positives(row_peak, rows_at, row_slot, row < num_rows, SMOOTHING, STATS)
-        if BOTH:
-            _fold_no_positives(column_peak, columns_at, column_slot, column < num_columns, SMOOTHING, STATS)
-
-
-@triton.jit
-def _fold_side_positives(
-    s, positive, at, slot, peak, mask, AXIS: tl.constexpr, SMOOTHING: tl.constexpr, STATS: tl.constexpr
-):
-    below = s - tl.expand_dims(_finite(peak), AXIS)
-    tl.store(at + POSITIVE * slot, tl.sum(tl.where(positive, below, 0.0), AXIS), mask=mask)
-    tl.store(at + COUNT * slot, tl.sum(positive.to(tl.float32), AXIS), mask=mask)
+def _fold_columns_positives(s, positive, peak, at, slot, mask, SMOOTHING: tl.constexpr, STATS: tl.constexpr):
+    below = s - _finite(peak)[None, :]
+    tl.store(at + POSITIVE * slot, tl.sum(tl.where(positive, below, 0.0), 0), mask=mask)
+    tl.store(at + COUNT * slot, tl.sum(positive.to(tl.float32), 0), mask=mask)
     if STATS:
-        best = tl.max(tl.where(positive, s, LOWEST), AXIS)
-        tl.store(at + (4 + 2 * SMOOTHING) * slot, best, mask=mask)
+        tl.store(at + (4 + 2 * SMOOTHING) * slot, tl.max(tl.where(positive, s, LOWEST), 0), mask=mask)
 
 
 @triton.jit
@@ -429,12 +384,12 @@ def _fold_no_positives(peak, at, slot, mask, SMOOTHING: tl.constexpr, STATS: tl.
         tl.store(at + (4 + 2 * SMOOTHING) * slot, nothing + LOWEST, mask=mask)
 
 
-@triton.jit(do_not_specialize=["length", "num_parts", "state_stride"])
+@triton.jit(do_not_specialize=["length", "num_blocks", "state_stride"])
 def merge_kernel(
     partials,
     state,
     length,
-    num_parts,
+    num_blocks,
     state_stride,
     LINK: tl.constexpr,
     BEST_SLOT: tl.constexpr,
@@ -447,18 +402,18 @@ def merge_kernel(
     VALID_AT: tl.constexpr,
     BEST_AT: tl.constexpr,
     BEST_POSITIVE_AT: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add all partial results to the state of every row: `State.merge`, for many pieces at once."""
+    """Add all blocks' partial results to the state of every row: `State.merge`, for many pieces at once."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row < length
     at, step = state + row, state_stride.to(tl.int64)
-    slot = num_parts.to(tl.int64) * length
-    for first in range(0, num_parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        mask = (part < num_parts)[:, None] & here[None, :]
-        piece = partials + part[:, None].to(tl.int64) * length + row[None, :]
+    slot = num_blocks.to(tl.int64) * length
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        mask = (block < num_blocks)[:, None] & here[None, :]
+        piece = partials + block[:, None].to(tl.int64) * length + row[None, :]
         if SHIFT_AT >= 0 or BEST_AT >= 0:
             peaks = tl.load(piece + PEAK * slot, mask=mask, other=LOWEST)
             peak = tl.max(peaks, 0)

@@ -88,6 +88,7 @@ class Case:
     width: int
     dtype: str = "float32"
     memory_budget: str | None = None
+    device: str = "cpu"
 
     @property
     def kind(self) -> Loss:
@@ -112,23 +113,28 @@ class Case:
         return replace(self, rows=rows)
 
     def inputs(self) -> Inputs:
-        """The same numbers every time, in every process."""
-        random = torch.Generator().manual_seed(self.rows * 31 + self.width)
-        first = F.normalize(torch.randn(self.rows, self.width, generator=random), dim=1)
+        """The same numbers every time, in every process, on one kind of device."""
+        random = torch.Generator(self.device).manual_seed(self.rows * 31 + self.width)
+
+        def unit_rows() -> Tensor:
+            return F.normalize(torch.randn(self.rows, self.width, generator=random, device=self.device), dim=1)
+
+        first = unit_rows()
         features = [first]
         if self.kind.views == 2:
             # A cosine of about 0.3 between the two of a pair: somewhere in the middle of a training.
-            noise = F.normalize(torch.randn(self.rows, self.width, generator=random), dim=1)
-            features.append(F.normalize(noise.mul_(3).add_(first), dim=1))
-        labels = torch.randint(-(-self.rows // 8), (self.rows,), generator=random) if self.loss == "supcon" else None
+            features.append(F.normalize(unit_rows().mul_(3).add_(first), dim=1))
+        labels = None
+        if self.loss == "supcon":
+            labels = torch.randint(-(-self.rows // 8), (self.rows,), generator=random, device=self.device)
         # Scale and bias stay float32 beside half features, as a model's parameters do.
         scalar_dtype = torch.float64 if self.dtype == "float64" else torch.float32
         bias = self.kind.bias
         return Inputs(
             tuple(x.to(self.torch_dtype).requires_grad_() for x in features),
             labels,
-            torch.tensor(self.kind.scale, dtype=scalar_dtype, requires_grad=True),
-            None if bias is None else torch.tensor(bias, dtype=scalar_dtype, requires_grad=True),
+            torch.tensor(self.kind.scale, dtype=scalar_dtype, device=self.device, requires_grad=True),
+            None if bias is None else torch.tensor(bias, dtype=scalar_dtype, device=self.device, requires_grad=True),
         )
 
     def __str__(self) -> str:

@@ -39,6 +39,7 @@ class Contender:
         normalizes: Does so whether asked or not, so its gradients are those of features that are normalised inside.
         compiles: Compiled anew for every size, so only a step of the same size warms it up.
         bare: Computes no loss, so there is nothing to check, and holds what it is given, so there is nothing to weigh.
+        multiple: Of this the number of rows must be one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contender:
     normalizes: bool = False
     compiles: bool = False
     bare: bool = False
+    multiple: int = 1
 
 
 def step_of(function: LossFunction) -> Step:
@@ -92,6 +94,23 @@ def open_clip_formula(case: Case) -> Step:
 def open_clip(case: Case) -> Step:
     module = package("open_clip.loss")
     return step_of(module.ClipLoss() if case.loss == "clip" else module.SigLipLoss())
+
+
+def ours_eager(case: Case) -> Step:
+    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, backend="eager"))
+
+
+def inf_cl(case: Case) -> Step:
+    """Its kernel for one process, once per direction."""
+    loss = package("inf_cl").cal_flash_loss
+    head_dim = next(size for size in (256, 128, 64, 32, 16) if case.width % size == 0 or size == 16)
+
+    def both(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        options = {"scale": scale, "head_dim": head_dim}
+        value: Tensor = (loss(image, text, **options).mean() + loss(text, image, **options).mean()) / 2
+        return value
+
+    return step_of(both)
 
 
 def lightly(case: Case) -> Step:
@@ -179,5 +198,14 @@ CONTENDERS = {
             normalizes=True,
         ),
         Contender("products", "plain products, the limit", products, held=_matrices(1), bare=True),
+    )
+}
+
+# What only a GPU makes possible, or different.
+ON_GPU = {
+    contender.name: contender
+    for contender in (
+        Contender("eager", "megabatch, eager", ours_eager, ours=True),
+        Contender("inf_cl", "inf_cl cal_flash_loss", inf_cl, ("clip",), multiple=64),
     )
 }

@@ -69,7 +69,7 @@ def open_clip(member: Member) -> LossFunction:
 
 def _local_loss(member: Member, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     """open_clip's local_loss=True, gather_with_grad=True: this rank's rows of both directions, against everyone's."""
-    target = torch.arange(len(image)) + member.rank * len(image)
+    target = torch.arange(len(image), device=image.device) + member.rank * len(image)
     per_image, per_text = scale * image @ _gather(text).T, scale * text @ _gather(image).T
     return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
 

@@ -1,4 +1,4 @@
-"""The instruments: a clock that lets contenders take turns, and a meter of peak memory."""
+"""The instruments: a clock that lets contenders take turns, and a meter of peak memory; on a GPU its own of each."""
 
 import contextlib
 import ctypes
@@ -8,12 +8,47 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 STATUS = Path("/proc/self/status")
 MOST_ROUNDS = 1000
 
 
-def take_turns(steps: Mapping[str, Callable[[], object]], repeats: int, seconds: float) -> dict[str, list[float]]:
+def clocked(step: Callable[[], object]) -> float:
+    """Seconds of a run."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def clocked_on_gpu(step: Callable[[], object]) -> float:
+    """Seconds between two events of the stream: what the GPU did, and what it waited for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what a GPU still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    return clocked_on_gpu if device.type == "cuda" else clocked
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]],
+    repeats: int,
+    seconds: float,
+    clock: Callable[[Callable[[], object]], float] = clocked,
+) -> dict[str, list[float]]:
     """Seconds of every run of every step. One run each is thrown away; then all run once per round, in turns.
 
     There are at least `repeats` rounds, and more until `seconds` have passed: small steps need them.
@@ -28,9 +63,7 @@ def take_turns(steps: Mapping[str, Callable[[], object]], repeats: int, seconds:
         while rounds < repeats or (rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds):
             rounds += 1
             for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(clock(step))
     finally:
         gc.enable()
     return taken
@@ -56,6 +89,38 @@ class PeakMemory:
 
     def __exit__(self, *_: object) -> None:
         self.bytes = _status("VmHWM") - self._before
+
+
+class PeakAllocated:
+    """The same for a GPU, as its allocator saw it."""
+
+    bytes: int
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> "PeakAllocated":
+        gc.collect()
+        finish(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        finish(self._device)
+        self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+class Meter(Protocol):
+    bytes: int
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def meter_of(device: torch.device) -> Meter:
+    return PeakAllocated(device) if device.type == "cuda" else PeakMemory()
 
 
 def _status(field: str) -> int:

@@ -6,12 +6,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # New processes come from a server that has torch loaded and has done nothing with it.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+)
 
 
 class Failed(Exception):
@@ -47,6 +55,17 @@ def run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise error
     returned: R = result
     return returned
+
+
+def run_here(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """The same in this process: for work on a GPU, which has a meter of its own and takes long to begin with."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as raised:
+        failure = failure_of(raised)
+    # Outside of the handler, so that nothing holds on to what the function held.
+    torch.cuda.empty_cache()
+    raise failure
 
 
 def _child(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import contenders, processes, trial, wire
+from . import contenders, measure, processes, trial, wire
 from .cases import Case, Inputs
 from .contenders import NotInstalled, Step
 from .crews import ENTRANTS, Entrant
@@ -102,13 +102,18 @@ def contest(case: Case, size: int, names: list[str], repeats: int) -> list[Row]:
         for row in runners:
             row.fail(failure)
         return rows
-    for row in runners:
+    judge(case, size, runners, taken)
+    return rows
+
+
+def judge(case: Case, size: int, rows: list[Row], taken: list[Taken]) -> None:
+    """Fills in what the race of these showed: time and bytes, or that a result is wrong."""
+    for row in rows:
         _record(row, size, taken)
-    _compare(case, runners, taken)
+    _compare(case, rows, taken)
     if _ours_is_wrong(rows):
         for row in rows:
             row.seconds = []
-    return rows
 
 
 def _ours_is_wrong(rows: list[Row]) -> bool:
@@ -203,6 +208,7 @@ def _lap(member: Member, step: Step | None, inputs: Inputs) -> Lap | None:
     member.meet()
     start = time.perf_counter()
     loss = None if step is None else step(inputs)
+    measure.finish(inputs.scale.device)
     seconds = time.perf_counter() - start
     member.meet()
     after = wire.sent_bytes()
@@ -249,24 +255,24 @@ def _digest(loss: float, inputs: Inputs) -> Digest:
 
 
 def _compare(case: Case, rows: list[Row], taken: list[Taken]) -> None:
-    """At the case's own size, where the dense loss may not fit: everybody against the one process."""
+    """At the case's own size, where the dense loss may not fit: everybody against the one process, or the first."""
 
     def digest(row: Row) -> Digest:
         return _whole([x.digests[row.name] for x in taken if row.name in x.digests])
 
-    for alone in [row for row in rows if ENTRANTS[row.name].alone]:
+    for base in [row for row in rows if ENTRANTS[row.name].alone] or rows[:1]:
         for row in rows:
-            if wrong := _mismatch(case, digest(row), digest(alone), ENTRANTS[row.name].ours):
+            if wrong := _mismatch(case, digest(row), digest(base), ENTRANTS[row.name].ours, base.title):
                 row.convict(wrong)
 
 
-def _mismatch(case: Case, got: Digest, truth: Digest, ours: bool) -> str:
+def _mismatch(case: Case, got: Digest, truth: Digest, ours: bool, whose: str) -> str:
     for name, value, exact in zip(Digest._fields, got, truth, strict=True):
         # The gradient of the scale is a difference of large numbers, to which others in half precision add noise.
         of_scale = name == "scale_gradient"
         allowed = trial.SAME_LOSS[case.dtype] * max(abs(exact), LEAST_SCALE_GRADIENT if of_scale else 0)
         if (ours or not of_scale) and not abs(value - exact) <= allowed:
-            return f"at N={case.rows} the {name.replace('_', ' ')} is {value:.6g}, in one process {exact:.6g}"
+            return f"at N={case.rows} the {name.replace('_', ' ')} is {value:.6g}, of {whose} {exact:.6g}"
     return ""
 
 

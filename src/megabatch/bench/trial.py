@@ -1,18 +1,21 @@
 """What one contender goes through in one case: is it there, would it fit, is it right, what memory does it need.
 
-And what all go through together: the clock. Each runs in a process of its own.
+And what all go through together: the clock. Each runs in a process of its own, but for a GPU's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import contenders, measure, processes
 from .cases import Case, Inputs
-from .contenders import CONTENDERS, Contender, NotInstalled, Step
+from .contenders import CONTENDERS, ON_GPU, Contender, NotInstalled, Step
 
+KNOWN = CONTENDERS | ON_GPU
 SMALL = 300
 # Rounding that says nothing, relative to the largest element.
 SLACK = {"float64": 4e-15, "float32": 2e-6, "bfloat16": 2e-3, "float16": 2.5e-4}
@@ -43,12 +46,12 @@ class Row:
 
 def contest(case: Case, names: list[str], repeats: int, seconds: float) -> list[Row]:
     """Every contender on its own first; then those that are right, by turns. Ours must be right for any to run."""
-    rows = [_enter(case, CONTENDERS[name]) for name in names if case.loss in CONTENDERS[name].losses]
-    if any(CONTENDERS[row.name].ours and row.status == "wrong" for row in rows):
+    rows = [_enter(case, KNOWN[name]) for name in names if case.loss in KNOWN[name].losses]
+    if any(KNOWN[row.name].ours and row.status == "wrong" for row in rows):
         return rows
     runners = [row for row in rows if row.status == "ok"]
     try:
-        taken = processes.run(race, case, [row.name for row in runners], repeats, seconds)
+        taken = _runner(case)(race, case, [row.name for row in runners], repeats, seconds)
     except processes.Failed as failure:
         for row in runners:
             row.status, row.note = "failed", str(failure)
@@ -58,14 +61,19 @@ def contest(case: Case, names: list[str], repeats: int, seconds: float) -> list[
     return rows
 
 
+def _runner(case: Case) -> Callable[..., Any]:
+    return processes.run if case.device == "cpu" else processes.run_here
+
+
 def _enter(case: Case, contender: Contender) -> Row:
     row = Row(contender.name, contender.title)
     needed = contender.held(case)
-    if not would_fit(needed):
+    if case.device == "cpu" and not would_fit(needed):  # a GPU says no by itself, and nothing is lost
         row.status, row.note = "would not fit", f"needs about {needed / 2**30:.1f} GiB"
         return row
     try:
-        return processes.run(examine, case, row)
+        entered: Row = _runner(case)(examine, case, row)
+        return entered
     except processes.Failed as failure:
         row.status, row.note = "failed", str(failure)
         return row
@@ -74,13 +82,15 @@ def _enter(case: Case, contender: Contender) -> Row:
 def race(case: Case, names: list[str], repeats: int, seconds: float) -> dict[str, list[float]]:
     """Seconds of every run of every contender, which take turns."""
     inputs = case.inputs()
-    steps = {name: partial(_afresh, CONTENDERS[name].make(case), inputs) for name in names}
-    return measure.take_turns(steps, repeats, seconds)
+    steps = {name: partial(_afresh, KNOWN[name].make(case), inputs) for name in names}
+    return measure.take_turns(steps, repeats, seconds, measure.clock_of(torch.device(case.device)))
 
 
 def examine(case: Case, row: Row) -> Row:
     """Fills in whether the contender is right and what memory it takes. The small step before warms it up."""
-    contender, small = CONTENDERS[row.name], case.with_rows(min(case.rows, SMALL))
+    contender = KNOWN[row.name]
+    rows = min(case.rows, SMALL)
+    small = case.with_rows(rows - rows % contender.multiple)
     try:
         contender.make(small)
     except NotInstalled:
@@ -92,12 +102,13 @@ def examine(case: Case, row: Row) -> Row:
     wrong = fault(contender, small)
     if not wrong:
         step, inputs = contender.make(case), case.inputs()
-        if contender.compiles:
+        if contender.compiles or case.device != "cpu":
             _afresh(step, inputs)
         inputs.clear()
         row.peak_bytes = peak_of(step, inputs)
         del step, inputs
-        if contender.ours and case.rows > SMALL and would_fit(CHECK_MATRICES * 8 * case.side**2):
+        needed = CHECK_MATRICES * 8 * case.side**2
+        if contender.ours and case.rows > SMALL and would_fit(needed, case.device):
             wrong = fault(contender, case)
     if wrong:
         row.status, row.note, row.peak_bytes = "wrong", wrong, None
@@ -106,7 +117,8 @@ def examine(case: Case, row: Row) -> Row:
 
 def peak_of(step: Step, inputs: Inputs) -> int:
     """Peak memory of one step beyond the inputs and their gradients."""
-    with measure.PeakMemory() as memory:
+    memory = measure.meter_of(inputs.scale.device)
+    with memory:
         step(inputs)
     return max(memory.bytes - sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None), 0)
 
@@ -159,8 +171,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return _largest(a - b)
 
 
-def would_fit(needed: float) -> bool:
-    available = measure.available_bytes()
+def would_fit(needed: float, device: str = "cpu") -> bool:
+    available = measure.available_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     return available is None or needed <= 0.9 * available
 
 

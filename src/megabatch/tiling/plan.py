@@ -18,14 +18,15 @@ USEFUL_HEIGHT = 128
 @dataclass(frozen=True)
 class Shape:
     """What the plan must know of a call: rows and columns of the plane by block, those of visiting ranks apart, width,
-    bytes of an element, whether features are copied strip by strip and x.y is held beside the logits, and who computes
-    it with how many threads."""
+    bytes of a logit and of what products take, whether features are copied strip by strip and x.y is held beside the
+    logits, and who computes it with how many threads."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     visiting: tuple[int, ...]
     width: int
     element: int
+    operand: int
     copied: bool
     products: bool
     backend: type[Backend]
@@ -88,7 +89,7 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
 def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
     """What is held while one tile is worked on."""
     copies = (rows + columns) * shape.width * shape.element if shape.copied else 0
-    return shape.backend.tile_bytes(call.spec, rows, columns, shape.element, shape.products) + copies
+    return shape.backend.tile_bytes(call.spec, rows, columns, shape.element, shape.operand, shape.products) + copies
 
 
 def _sides(call: Call, shape: Shape, budget: int) -> tuple[int, int]:
