@@ -38,13 +38,13 @@ class Settings:
 # By architecture, for halves, for float32 multiplied as tf32, and for float32 as it is.
 DEFAULTS = {
     "sm_80": {
-        "half": Settings(128, 128, 64, 8, parts=8, warps=4, stages=3),
-        "tf32": Settings(128, 128, 32, 8, parts=8, warps=4, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_86": {
-        "half": Settings(128, 128, 32, 8, parts=8, warps=4, stages=3),
-        "tf32": Settings(128, 128, 16, 8, parts=8, warps=4, stages=3),
+        "half": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
+        "tf32": Settings(128, 128, 16, 8, parts=4, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_90": {
@@ -53,14 +53,14 @@ DEFAULTS = {
         "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "sm_100": {
-        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
-        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=8, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=8, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
     },
     "gfx942": {
-        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=2),
-        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=2),
-        "ieee": Settings(128, 128, 32, 8, parts=4, warps=8, stages=2),
+        "half": Settings(128, 128, 32, 8, parts=8, warps=8, stages=2),
+        "tf32": Settings(128, 128, 16, 8, parts=8, warps=8, stages=2),
+        "ieee": Settings(128, 128, 16, 8, parts=8, warps=8, stages=2),
     },
     # Small, so that small tests have several blocks.
     "interpreter": {kind: Settings(32, 32, 32, 2, parts=2, warps=1, stages=1) for kind in ("half", "tf32", "ieee")},

@@ -1,0 +1,243 @@
+"""`megabatch check`: exactness, then speed and memory, then the verdict."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report, speed
+from .cases import DTYPES, LOSSES, cases
+from .exactness import RETRIEVAL, Comparison, Way, compare_loss, compare_retrieval, merged, refusal
+from .speed import Contest
+from .world import World, joined
+
+DESCRIPTION = """\
+Is megabatch exact on this machine, and how fast is it?
+
+    megabatch check
+    torchrun --nproc-per-node 4 -m megabatch check
+
+Exactness: every loss, dtype and backend, with the options that reach a kernel, on odd sizes and on a fitted batch at
+scale 100: values, statistics and all gradients against megabatch.reference in float64 on the same inputs, and a second
+run that must give the same bits. The error may exceed that of the dense loss in the same dtype by a few roundings. A
+figure of the table is the worst error as a share of what is allowed: up to 1 is right. Under torchrun every rank
+checks its own device alone, and then all ranks one batch together, with different numbers of rows on each.
+
+Speed and memory: a training step against the dense loss, and open_clip's and inf_cl's where installed. They take turns;
+the best run counts. Memory is the peak beyond inputs and gradients: of the allocator on a GPU, else resident memory.
+
+The last line is the verdict, the exit code 0 or 1. The line of JSON before it is for a report; --json writes it to a
+file instead, with every comparison.
+"""
+FUNCTIONS = (*LOSSES, *RETRIEVAL)
+BACKENDS = ("eager", "triton")
+# Rows, width and dtype of the speed table.
+ON_GPU, ON_CPU = ([8192, 32768], 768, "bfloat16"), ([4096], 512, "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", type=_device, default="auto", help="auto (default: cuda if there is one), cpu, cuda"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("all", "auto", *BACKENDS),
+        default="all",
+        help="all (default): every backend that can run here; auto: the one that the library chooses",
+    )
+    parser.add_argument("--only", nargs="+", choices=FUNCTIONS, metavar="NAME", help=f"of {', '.join(FUNCTIONS)}")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of the features; default: all")
+    parser.add_argument("--quick", action="store_true", help="exactness only, few cases of tiny sizes")
+    parser.add_argument("--skip-speed", action="store_true", help="exactness only")
+    parser.add_argument("--rows", type=_positive, nargs="+", metavar="N", help="batch sizes of the speed table")
+    parser.add_argument("--width", type=_positive, metavar="D", help="width of the features of the speed table")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON to this file")
+
+
+def _device(word: str) -> str:
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    if word not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be one of auto, cpu, cuda, got {word!r}.")
+    if word == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("must be a device of this machine, got 'cuda' and torch sees none. Use cpu.")
+    here, place = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if word == "cuda" and place >= here:
+        raise argparse.ArgumentTypeError(
+            f"must have a GPU for every rank of this machine, got {here} for rank {place}. "
+            f"Use torchrun --nproc-per-node {here}."
+        )
+    return word
+
+
+def _positive(word: str) -> int:
+    number = int(word) if word.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {word!r}.")
+    return number
+
+
+def main(options: argparse.Namespace) -> int:
+    with joined(options.device) as world:
+        try:
+            return Check(world, options).run()
+        except Exception as error:
+            if world.size == 1:
+                raise
+            # The ranks have lost each other: nobody can speak for all.
+            stream = sys.stdout if world.rank == 0 else sys.stderr
+            text = " ".join(str(error).split())
+            print(f"megabatch check: FAILED - rank {world.rank}: {type(error).__name__}: {text}", file=stream)
+            return 1
+
+
+class Check:
+    """One run of the command; every rank goes through all of it, and rank 0 speaks."""
+
+    def __init__(self, world: World, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        self.functions: list[str] = options.only or list(FUNCTIONS)
+        self.dtypes: list[str] = options.dtypes or list(DTYPES)
+        self.backends = BACKENDS if options.backend == "all" else (options.backend,)
+        self.comparisons: list[Comparison] = []
+        self.contests: list[Contest] = []
+        self.notes: list[str] = []
+
+    def run(self) -> int:
+        if self.options.json and self.world.rank == 0:  # a path that cannot be written to shows now
+            self.options.json.parent.mkdir(parents=True, exist_ok=True)
+            self.options.json.touch()
+        self.reasons = self._reasons()
+        self.interpreted = self._interpreted()
+        machine = report.machine(self.world, self.interpreted)
+        self._say(report.describe(machine))
+        refused = self._refused()
+        self._exactness()
+        if all(found.ok for found in self.comparisons) and not refused:
+            self._speed()
+        else:
+            self._note("no speed is measured where results are wrong or missing")
+        verdict = report.verdict(self.comparisons, self.contests, refused)
+        self._publish(machine, verdict)
+        self._say(f"megabatch check: {verdict}")
+        self.world.wait()  # torchrun ends the others when one has failed
+        return 0 if verdict.startswith("OK") else 1
+
+    def _say(self, text: str) -> None:
+        if self.world.rank == 0:
+            print(text, flush=True)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._say(text)
+
+    # ---- what can run
+
+    def _reasons(self) -> dict[str, str]:
+        """Why a function cannot run by a backend in a dtype, on any rank; "" where it can."""
+        mine = {
+            f"{function} {backend} {dtype}": refusal(function, backend, dtype, self.world.device)
+            for function in (LOSSES[0], *RETRIEVAL)
+            for backend in self.backends
+            for dtype in self.dtypes
+        }
+        everyones = self.world.gather(mine)
+        return {name: next((said[name] for said in everyones if said[name]), "") for name in mine}
+
+    def _reason(self, function: str, backend: str, dtype: str) -> str:
+        return self.reasons[f"{function if function in RETRIEVAL else LOSSES[0]} {backend} {dtype}"]
+
+    def _interpreted(self) -> bool:
+        wanted = os.environ.get("TRITON_INTERPRET") == "1" and "triton" in self.backends
+        return wanted and any(not self._reason(LOSSES[0], "triton", dtype) for dtype in self.dtypes)
+
+    def _refused(self) -> list[str]:
+        """What was asked for by name and cannot run, in the library's words; the rest is noted."""
+        refused = []
+        for backend in self.backends:
+            reasons = {dtype: self._reason(LOSSES[0], backend, dtype) for dtype in self.dtypes}
+            by_name = self.options.backend == backend
+            if by_name and (all(reasons.values()) or (self.options.dtypes and any(reasons.values()))):
+                refused.append(next(filter(None, reasons.values())))
+                self._note(refused[-1])
+            else:
+                without = [dtype for dtype in reasons if reasons[dtype]]
+                if without:
+                    where = f" in {', '.join(without)}" if len(without) < len(reasons) else ""
+                    self._note(f"{backend} not checked{where}: {' '.join(reasons[without[0]].split())}")
+        return refused
+
+    # ---- exactness
+
+    def _exactness(self) -> None:
+        self._say("\nexactness: the worst error as a share of what is allowed\n")
+        self._say(report.exactness_line("", self.dtypes))
+        for function in self.functions:
+            mine = [found for dtype in self.dtypes for found in self._compare(function, dtype)]
+            everyones = self.world.gather([asdict(found) for found in mine])
+            everywhere = merged([[Comparison(**record) for record in records] for records in everyones])
+            self.comparisons += everywhere
+            for way in dict.fromkeys(found.way for found in everywhere):
+                here = [found for found in everywhere if found.way == way]
+                cells = [report.cell([found for found in here if found.dtype == dtype]) for dtype in self.dtypes]
+                self._say(report.exactness_line(f"{function}, {way}", cells))
+        wrong = [found for found in self.comparisons if not found.ok]
+        for found in wrong[: report.MOST_SHOWN]:
+            self._say(f"WRONG: {found}")
+        if len(wrong) > report.MOST_SHOWN:
+            self._say(f"... and {len(wrong) - report.MOST_SHOWN} more")
+        if not self.world.in_step:
+            self._note("a call ended in different ways on different ranks, so no other over ranks was checked")
+
+    def _compare(self, function: str, dtype: str) -> list[Comparison]:
+        able = [backend for backend in self.backends if not self._reason(function, backend, dtype)]
+        found: list[Comparison] = []
+        if not able:
+            return found
+        for alone in (True, False) if self.world.size > 1 and self.world.in_step else (True,):
+            exchanges = [""] if alone else ["ring", "gather"]
+            ways = [
+                Way(backend, exchange, self.interpreted and backend == "triton")
+                for backend in able
+                for exchange in exchanges
+            ]
+            if function in RETRIEVAL:
+                found += compare_retrieval(function, dtype, ways, self.world, alone)
+            else:
+                for case in cases(function, quick=self.options.quick or self.interpreted):
+                    found += compare_loss(case, dtype, ways, self.world, alone)
+        return found
+
+    # ---- speed
+
+    def _speed(self) -> None:
+        if self.options.quick or self.options.skip_speed:
+            return
+        if self.interpreted:
+            return self._note("\nno speed is measured: kernels are interpreted")
+        rows, width, dtype = ON_GPU if self.world.device.type == "cuda" else ON_CPU
+        dtype = dtype if dtype in self.dtypes else self.dtypes[0]
+        rows, width = self.options.rows or rows, self.options.width or width
+        for contest in speed.contests(self.world, self.functions, rows, width, dtype):
+            self.contests.append(contest)
+            over = f", {self.world.size} ranks" if self.world.size > 1 else ""
+            self._say(f"\nspeed and memory: {contest.case}{over}, forward and backward\n\n{contest.table}")
+
+    # ---- the document
+
+    def _publish(self, machine: dict[str, Any], verdict: str) -> None:
+        if self.world.rank:
+            return
+        path = self.options.json
+        found = report.document(machine, self.comparisons, self.contests, self.notes, verdict, whole=path is not None)
+        text = json.dumps(found, allow_nan=False, indent=None if path is None else 1)
+        if path is None:
+            print(f"\nfor a report:\n{text}\n")
+        else:
+            path.write_text(text + "\n")
+            print(f"\nwritten to {path}")

@@ -1,0 +1,78 @@
+"""The processes that check together: this one, or the ranks that torchrun started."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# How long a rank waits for another inside a call: it may be compiling kernels. And outside, for one that still waits.
+PATIENCE, LONGER = timedelta(minutes=2), timedelta(minutes=10)
+
+
+@dataclass
+class World:
+    """This process, rank `rank` of `size`, and the device it computes on.
+
+    Attributes:
+        meeting: A group of the same ranks, apart from the one that is checked, to talk about it.
+        in_step: A call on the group ended the same way on all ranks, so another may follow.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    meeting: dist.ProcessGroup | None = None
+    in_step: bool = True
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.size > 1 else None
+
+    @property
+    def backend(self) -> str:
+        return dist.get_backend() if self.size > 1 else "none"
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank brings, of what JSON can carry."""
+        if self.size == 1:
+            return [mine]
+        text = json.dumps(mine).encode()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.meeting)
+        longest = max(int(length) for length in lengths)
+        pages = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        dist.all_gather(pages, padded, group=self.meeting)
+        return [json.loads(bytes(page.tolist())) for page in pages]
+
+    def wait(self) -> None:
+        """For everyone."""
+        self.gather(None)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[World]:
+    """The group of torchrun's ranks, or the one there is already, or this process alone."""
+    place = torch.device(device)
+    starting = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if starting:
+        if place.type == "cuda":
+            place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(place)
+            dist.init_process_group("nccl", timeout=PATIENCE, device_id=place)
+        else:
+            dist.init_process_group("gloo", timeout=PATIENCE)
+    if not (dist.is_available() and dist.is_initialized()):
+        yield World(place)
+        return
+    meeting = dist.new_group(backend="gloo", timeout=LONGER)
+    try:
+        yield World(place, dist.get_rank(), dist.get_world_size(), meeting)
+    finally:
+        dist.destroy_process_group(None if starting else meeting)

@@ -1,0 +1,510 @@
+"""`megabatch check`: what it prints and writes, and that it detects a library that is wrong."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megabatch
+from megabatch.bench import contenders, measure, processes, trial
+from megabatch.bench.cases import Case
+from megabatch.check import speed
+from megabatch.check.cases import LOSSES
+from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
+from megabatch.check.world import joined
+from megabatch.cli import COMMANDS, main
+
+from .ranks import Pool
+from .test_structure import HEAVY, loaded_by
+
+QUICK = ["check", "--device", "cpu", "--quick", "--backend", "eager"]
+FLOAT = [*QUICK, "--dtypes", "float32", "--only"]
+TINY_SPEED = ["check", "--device", "cpu", "--dtypes", "float32", "--rows", "128", "--width", "16", "--only"]
+
+
+def run(*words: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(("-m", *launcher) if launcher else ()), "-m", "megabatch", *words]
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=known | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"} | environment,
+    )
+
+
+def last_line(text: str) -> str:
+    return text.rstrip().splitlines()[-1]
+
+
+def printed_document(text: str) -> dict[str, Any]:
+    (line,) = [line for line in text.splitlines() if line.startswith("{")]
+    document: dict[str, Any] = json.loads(line)
+    return document
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The verdict of a run that must fail."""
+    assert main(list(words)) == 1
+    verdict = last_line(capsys.readouterr().out)
+    assert verdict.startswith("megabatch check: FAILED - ")
+    return verdict
+
+
+# ---- a right library
+
+
+def test_every_loss_and_dtype_is_checked_and_one_document_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "check.json"
+    ended = run("check", "--device", "cpu", "--quick", "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    document = json.loads(path.read_text())
+    assert last_line(ended.stdout) == f"megabatch check: {document['verdict']}"
+    comparisons = document["comparisons"]
+    assert document["verdict"].startswith(f"OK - {len(comparisons)} comparisons, ")
+    assert {found["function"] for found in comparisons} == {*LOSSES, "retrieval_ranks", "similarity_topk"}
+    for function in LOSSES:
+        mine = [found for found in comparisons if found["function"] == function]
+        assert {found["dtype"] for found in mine} == {"float32", "bfloat16", "float16", "float64"}
+        assert {"loss", "gradient of logit_scale", "statistic accuracy", TWICE} <= {found["result"] for found in mine}
+    assert all(found["ok"] and found["error"] <= found["allowed"] for found in comparisons)
+    assert sum(group["comparisons"] for group in document["exactness"]) == len(comparisons)
+    assert document["machine"]["ranks"] == 1
+    assert document["machine"]["torch"] == torch.__version__
+    assert "torchrun --nproc-per-node 4 -m megabatch check" in ended.stdout
+    text = path.read_text()
+    assert not [word for word in (os.uname().nodename, str(Path.home()), str(tmp_path)) if word in text]
+
+
+def test_without_a_path_the_document_is_printed_before_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLOAT, "siglip_loss", "retrieval_ranks"]) == 0
+    out = capsys.readouterr().out
+    document = printed_document(out)
+    assert [group["function"] for group in document["exactness"]] == ["siglip_loss", "retrieval_ranks"]
+    assert document["failed"] == []
+    assert last_line(out) == f"megabatch check: {document['verdict']}"
+
+
+def test_the_full_list_of_cases_is_right_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--device", "cpu", "--skip-speed", "--dtypes", "float32", "bfloat16"]
+    assert main([*words, "--only", "clip_loss", "info_nce_loss", "supcon_loss"]) == 0
+    assert printed_document(capsys.readouterr().out)["speed"] == []
+
+
+# ---- a wrong library
+
+
+def test_a_tolerance_that_cannot_fail_fails() -> None:
+    def found(error: float | None, allowed: float) -> Comparison:
+        return Comparison("clip_loss", "plain", "float32", "eager", "loss", error, allowed)
+
+    assert found(1.0, 1.0).ok
+    assert not found(1.0, 0.9).ok
+    assert not found(1.0, math.inf).ok
+    assert not found(1.0, math.nan).ok
+    assert not found(None, 1.0).ok
+
+
+def times(factor: float, of: str = "clip_loss") -> Callable[..., Any]:
+    """The loss, a little off."""
+    right = getattr(megabatch, of)
+    return lambda *args, **options: _apply(right(*args, **options), lambda value: factor * value)
+
+
+def _apply(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(result[0]), result[1]) if isinstance(result, tuple) else change(result)
+
+
+def with_inputs(change: Callable[[dict[str, Any]], dict[str, Any]], of: str = "clip_loss") -> Callable[..., Any]:
+    """The loss of something else than was given."""
+    right = getattr(megabatch, of)
+    return lambda **options: right(**(options | change(options)))
+
+
+def weaker(share: float, name: str, of: str = "clip_loss") -> Callable[..., Any]:
+    """The same loss; one gradient is too small."""
+    return with_inputs(lambda given: {name: given[name] * (1 - share) + given[name].detach() * share}, of)
+
+
+def wavering() -> Callable[..., Any]:
+    """Every other call is off by one bit or so, which no tolerance sees."""
+    right, calls = megabatch.clip_loss, count()
+    return lambda *args, **options: _apply(right(*args, **options), lambda x: x * (1 + 1.2e-7 * (next(calls) % 2)))
+
+
+def raising(*_: object, **options: Any) -> None:
+    if options.get("reduction") == "none":
+        raise RuntimeError("kernel\nexploded")
+    return right_clip_loss(**options)
+
+
+right_clip_loss: Any = megabatch.clip_loss
+
+
+def wrong_accuracy(**options: Any) -> Any:
+    value = right_clip_loss(**options)
+    return (value[0], value[1] | {"accuracy": value[1]["accuracy"] + 0.01}) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (lambda: times(1 + 1e-5), "clip_loss (plain, float32, eager, one process, rank 0) loss: off by"),
+        (lambda: times(float("nan")), "loss: is not finite"),
+        (lambda: weaker(1e-4, "logit_scale"), "gradient of logit_scale: off by"),
+        (lambda: weaker(1e-4, "text_features"), "gradient of text_features: off by"),
+        (lambda: weaker(1.0, "image_features"), "gradient of image_features: off by"),
+        (lambda: with_inputs(lambda given: {"image_features": given["image_features"].detach()}), "got nothing"),
+        (lambda: with_inputs(lambda given: {"ids": None}), "(ids masked, smoothing, weights, float32"),
+        (lambda: with_inputs(lambda given: {"same_ids": "mask"}), "(ids positive, per row, normalised, float32"),
+        (lambda: with_inputs(lambda given: {"weight": None}), "(ids masked, smoothing, weights, float32"),
+        (lambda: with_inputs(lambda given: {"label_smoothing": 0.0}), "(ids masked, smoothing, weights, float32"),
+        (lambda: with_inputs(lambda given: {"normalize": False}), "(ids positive, per row, normalised, float32"),
+        (lambda: with_inputs(lambda given: {"reduction": "mean"}), "instead of shape (33,)"),
+        (wavering, f"{TWICE}: loss"),
+        (lambda: raising, "the call: raised RuntimeError: kernel exploded"),
+        (lambda: wrong_accuracy, "statistic accuracy: off by"),
+    ],
+)
+def test_a_wrong_loss_is_found_and_named(
+    broken: Callable[[], Any], found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(megabatch, "clip_loss", broken())
+    assert found in failure(capsys, *FLOAT, "clip_loss")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_found_wrong_in_every_dtype(
+    loss: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(megabatch, loss, weaker(1e-4, "logit_scale", of=loss))
+    verdict = failure(capsys, *QUICK, "--dtypes", dtype, "--only", loss)
+    assert f"first: {loss} (" in verdict
+    assert "gradient of logit_scale: off by" in verdict
+    rows = {"supcon_loss": "features", "info_nce_loss": "key", "nt_xent_loss": "view2"}.get(loss, "text_features")
+    monkeypatch.undo()
+    monkeypatch.setattr(megabatch, loss, weaker(0.05, rows, of=loss))
+    assert f"gradient of {rows}: off by" in failure(capsys, *QUICK, "--dtypes", dtype, "--only", loss)
+
+
+def test_wrong_retrieval_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, topk = megabatch.retrieval_ranks, megabatch.similarity_topk
+    monkeypatch.setattr(megabatch, "retrieval_ranks", lambda *args, **options: ranks(*args, **options) + 1)
+    assert "retrieval_ranks (whole numbers, float32" in failure(capsys, *FLOAT, "retrieval_ranks")
+
+    def repeated(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        values, indices = topk(*args, **options)
+        return values, indices[:, :1].expand_as(indices)
+
+    monkeypatch.setattr(megabatch, "similarity_topk", repeated)
+    assert "similarity_topk (whole numbers, float32" in failure(capsys, *FLOAT, "similarity_topk")
+
+
+def test_what_fails_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(megabatch, "clip_loss", raising)
+    assert main([*FLOAT, "clip_loss", "siglip_loss"]) == 1
+    out = capsys.readouterr().out
+    document = printed_document(out)
+    clip, siglip = document["exactness"]
+    assert clip["failed"] == 1
+    assert clip["comparisons"] > 20
+    assert siglip["failed"] == 0
+    (wrong,) = document["failed"]
+    assert wrong["note"] == "raised RuntimeError: kernel exploded"
+    assert last_line(out).startswith(f"megabatch check: FAILED - 1 of {clip['comparisons'] + siglip['comparisons']} ")
+
+
+# ---- what cannot run, and what is asked for wrongly
+
+
+def test_a_backend_asked_for_by_name_that_cannot_run_fails_with_its_reasons(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise ValueError(f"clip_loss: backend {options['backend']!r} cannot run this call:\n  triton: no such GPU")
+
+    monkeypatch.setattr(megabatch, "clip_loss", refuse)
+    words = ["check", "--device", "cpu", "--quick", "--only", "siglip_loss"]
+    verdict = failure(capsys, *words, "--backend", "triton")
+    assert verdict.endswith("backend 'triton' cannot run this call: triton: no such GPU")
+    assert "nothing could be checked" in failure(capsys, *words)  # none asked for by name
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="then it can run")
+def test_triton_on_the_cpu_is_refused_with_the_reasons_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="cannot run this call") as refused:
+        megabatch.clip_loss(torch.eye(3), torch.eye(3), 2.0, backend="triton")
+    verdict = failure(capsys, *FLOAT, "clip_loss", "--backend", "triton")
+    assert verdict.endswith(" ".join(str(refused.value).split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "--device", "tpu"], "argument --device: must be one of auto, cpu, cuda, got 'tpu'"),
+        (["check", "--rows", "0"], "argument --rows: must be a whole number from 1 on, got '0'"),
+        (["check", "--dtypes", "int8"], "argument --dtypes: invalid choice: 'int8'"),
+        (["chekc"], "invalid choice: 'chekc'"),
+    ],
+)
+def test_usage_errors_exit_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--device", "cuda"])
+    assert ended.value.code == 2
+    assert "must be a device of this machine, got 'cuda'" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["check"])
+    assert "got 1 for rank 1. Use torchrun --nproc-per-node 1." in capsys.readouterr().err
+
+
+# ---- ranks
+
+
+def test_ranks_of_torchrun_check_together_and_one_speaks(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    launcher = ("torch.distributed.run", "--nproc-per-node", "2")
+    functions = ("clip_loss", "info_nce_loss", "nt_xent_loss", "similarity_topk")
+    words = ("--device", "cpu", "--quick", "--dtypes", "bfloat16", "--json", str(path), "--only", *functions)
+    ended = run("check", *words, launcher=launcher)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(path.read_text())
+    assert document["machine"]["ranks"] == 2
+    assert document["machine"]["group"] == "gloo"
+    for function in functions:
+        ways = {found["way"] for found in document["comparisons"] if found["function"] == function}
+        assert ways >= {"eager, one process", "eager, ring", "eager, gather"}
+    assert ALL_ALIKE in {found["result"] for found in document["comparisons"]}
+    assert "2 ranks over gloo" in ended.stdout
+    assert ended.stdout.count("megabatch check: OK") == 1
+    assert last_line(ended.stdout) == f"megabatch check: {document['verdict']}"
+
+
+def check_with_one_bad_rank(rank: int, group: Any, bad: int, fault: str) -> tuple[int, str]:
+    right = megabatch.clip_loss
+    if rank == bad:
+        share = {"value": 1e-4, "bit": 1.2e-7}[fault]
+        megabatch.clip_loss = lambda **options: _apply(right(**options), lambda value: value + share * value.detach())
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = main([*FLOAT, "clip_loss"])
+    finally:
+        megabatch.clip_loss = right
+    return code, printed.getvalue()
+
+
+def test_one_wrong_rank_fails_all_and_is_named(pool: Pool) -> None:
+    answers = pool.run(4, check_with_one_bad_rank, 2, "value")
+    assert [code for code, _ in answers] == [1, 1, 1, 1]
+    assert [bool(text) for _, text in answers] == [True, False, False, False]
+    verdict = last_line(answers[0][1])
+    assert "FAILED" in verdict
+    assert "rank 2) loss: off by" in verdict
+    answers = pool.run(4, check_with_one_bad_rank, 1, "bit")
+    assert [code for code, _ in answers] == [1, 1, 1, 1]
+    assert f"{ALL_ALIKE}: ranks got" in last_line(answers[0][1])
+
+
+def check_with_a_rank_that_raises_late(rank: int, group: Any) -> tuple[int, str]:
+    right, calls = megabatch.retrieval_ranks, count()
+
+    def late(*args: Any, **options: Any) -> Tensor:
+        found = right(*args, **options)
+        if options["group"] is not None and next(calls) % 2:
+            raise RuntimeError("too late")
+        return found
+
+    printed = io.StringIO()
+    try:
+        if rank == 2:
+            megabatch.retrieval_ranks = late
+        with contextlib.redirect_stdout(printed):
+            code = main([*FLOAT, "retrieval_ranks", "similarity_topk"])
+    finally:
+        megabatch.retrieval_ranks = right
+    return code, printed.getvalue()
+
+
+def test_a_call_that_raises_on_one_rank_is_the_last_one_over_ranks(pool: Pool) -> None:
+    answers = pool.run(4, check_with_a_rank_that_raises_late)
+    assert [code for code, _ in answers] == [1, 1, 1, 1]
+    text = answers[0][1]
+    assert last_line(text).endswith("the call: rank 2 raised RuntimeError: too late")
+    assert "no other over ranks was checked" in text
+    ways = [(group["function"], group["way"]) for group in printed_document(text)["exactness"]]
+    assert ways == [
+        ("retrieval_ranks", "eager, one process"),
+        ("retrieval_ranks", "eager, ring"),
+        ("similarity_topk", "eager, one process"),
+    ]
+
+
+def measure_over_ranks(rank: int, group: Any) -> list[tuple[str, str, float | None, int | None]]:
+    with joined("cpu") as world:
+        (contest,) = speed.contests(world, ["clip_loss", "siglip_loss"], [130], 16, "float32")
+    assert contest.healthy
+    assert str(contest.case) == "clip_loss, N=128, D=16, float32"
+    return [(row.name, row.status, row.best, row.peak_bytes) for row in contest.rows]
+
+
+def test_ranks_are_measured_against_the_dense_loss_over_ranks(pool: Pool) -> None:
+    first, *others = pool.run(4, measure_over_ranks)
+    assert all(other == first for other in others)
+    assert [name for name, *_ in first] == ["ring", "gather", speed.DENSE, "open_clip"]
+    for name, status, best, peak in first[:3]:
+        assert status == "ok", name
+        assert best is not None
+        assert best > 0
+        assert peak is not None
+
+
+# ---- speed
+
+
+def test_speed_and_memory_are_held_against_the_dense_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY_SPEED, "clip_loss", "supcon_loss"]) == 0
+    out = capsys.readouterr().out
+    document = printed_document(out)
+    assert [contest["loss"] for contest in document["speed"]] == ["clip"]
+    for contest in document["speed"]:
+        rows = {row["name"]: row for row in contest["contenders"]}
+        assert rows["megabatch"]["best"] > 0
+        assert rows["formula"]["best"] > 0
+        assert rows["megabatch"]["peak_bytes"] is not None
+    assert "times as fast as dense" in last_line(out)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes of their own, so that what a test patches reaches the work."""
+    monkeypatch.setattr(processes, "run", processes.run_here)
+
+
+@pytest.mark.usefixtures("inline")
+def test_ours_wrong_in_the_speed_table_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = contenders.Contender("megabatch", "megabatch", lambda case: contenders.step_of(times(1.01)), ours=True)
+    monkeypatch.setitem(trial.KNOWN, "megabatch", wrong)
+    verdict = failure(capsys, *TINY_SPEED, "siglip_loss")
+    assert "FAILED - speed, siglip_loss, N=128" in verdict
+
+
+@pytest.mark.usefixtures("inline")
+def test_another_that_runs_out_of_memory_is_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(case: Case) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setitem(trial.KNOWN, speed.DENSE, contenders.Contender(speed.DENSE, "dense", full))
+    assert main([*TINY_SPEED, "clip_loss"]) == 0
+    out = capsys.readouterr().out
+    assert "failed: out of memory" in out
+    assert last_line(out).endswith("clip_loss, N=128, D=16, float32: dense failed: out of memory")
+
+
+def test_no_speed_is_measured_where_results_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(megabatch, "clip_loss", times(1.01))
+    assert main([*TINY_SPEED, "clip_loss"]) == 1
+    assert printed_document(capsys.readouterr().out)["speed"] == []
+
+
+class FakeEvent:
+    """Ten milliseconds pass between any two."""
+
+    made = count()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(FakeEvent.made) * 10.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return other.at - self.at
+
+
+def test_a_gpu_is_measured_by_its_events_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    assert measure.take_turns({"a": list}, 2, 0, measure.clock_of(gpu)) == {"a": [0.01, 0.01]}
+    synchronized: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
+    meter = measure.meter_of(gpu)
+    with meter:
+        pass
+    assert meter.bytes == 250
+    assert synchronized == [gpu, gpu]
+    assert isinstance(measure.meter_of(torch.device("cpu")), measure.PeakMemory)
+
+
+# ---- kernels without a GPU
+
+
+def test_kernels_are_checked_by_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    words = ("check", "--device", "cpu", "--backend", "triton", "--dtypes", "float32", "--only", "clip_loss")
+    ended = run(*words, TRITON_INTERPRET="1", PYTHONWARNINGS="default")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = printed_document(ended.stdout)
+    assert document["machine"]["triton_interpreted"]
+    assert [group["way"] for group in document["exactness"]] == ["triton, one process"]
+    assert document["speed"] == []
+    assert "no speed is measured: kernels are interpreted" in ended.stdout
+    assert last_line(ended.stdout).startswith("megabatch check: OK")
+
+
+# ---- the command line
+
+
+def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and summary in out for name, (_, summary) in COMMANDS.items())
+
+
+def test_a_command_is_imported_when_it_is_called_and_checking_needs_torch_alone() -> None:
+    rooms = ["megabatch.bench", "megabatch.check"]
+    assert loaded_by("import megabatch.cli", rooms) == []
+    assert loaded_by("import megabatch.check.command", [*HEAVY, "numpy", *rooms]) == rooms
+    for module, _ in COMMANDS.values():
+        command = import_module(module)
+        assert all(hasattr(command, name) for name in ("DESCRIPTION", "add_arguments", "main"))
