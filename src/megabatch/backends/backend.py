@@ -30,10 +30,12 @@ class Backend(ABC):
 
     Attributes:
         default_budget: Bytes that a call may take if the caller names none; the O(N) vectors come on top.
+        useful_height: A strip of so many rows still multiplies at nearly full speed.
     """
 
     name: str
     default_budget: int
+    useful_height: int
 
     def __init__(
         self,

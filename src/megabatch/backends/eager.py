@@ -22,6 +22,7 @@ class Eager(Backend):
 
     name = "eager"
     default_budget = 48 * MIB
+    useful_height = 128
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -25,6 +25,8 @@ Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
 # What a slope is multiplied by before it is rounded to float16, whose smallest normal number is 6e-5: slopes are of
 # size 2 at most, and those of a batch of a million still have all their digits.
 FLOAT16_LIFT = 2.0**14
+# What the backward of a softmax knows of a row.
+REMEMBERED = ("shift", "total", "count", "valid")
 # Marks of what is kept of a tile: x.y, or already the slope.
 PRODUCTS, SLOPE = math.nan, 1.0
 
@@ -55,6 +57,7 @@ class Triton(Backend):
 
     name = "triton"
     default_budget = 256 * MIB
+    useful_height = 1024
 
     def __init__(
         self, *arguments: Any, launcher: Launcher = launch, settings: Settings | None = None, **options: Any
@@ -100,9 +103,11 @@ class Triton(Backend):
 
     @staticmethod
     def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
-        """The slope and, for every 64 rows or columns, partial statistics of both sides."""
+        """The slope, by a sigmoid loss perhaps in memory for logits, and partial statistics for every 64 rows or
+        columns of both sides."""
         partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
-        return rows * columns * operand + partials * torch.float32.itemsize
+        slope = element if spec.link == "sigmoid" else operand
+        return rows * _padded(columns) * slope + partials * torch.float32.itemsize
 
     # ---- tiles
 
@@ -129,8 +134,8 @@ class Triton(Backend):
         """G times the lift, in the type that products take; None where no features need it."""
         if kept is not None and not math.isnan(kept.mark):
             return self._as_slope(kept.buffer, tile)
-        needed = tile.rows.grad is not None or tile.columns.grad is not None
-        slope = self._buffer("slope", tile.shape, self.product) if needed else None
+        needed, (rows, columns) = tile.rows.grad is not None or tile.columns.grad is not None, tile.shape
+        slope = self._as_slope(self._buffer("slope", (rows, _padded(columns)), self.product), tile) if needed else None
         products = None if kept is None else shaped(kept.buffer, tile.shape)
         self._run(tile, self._settings_for(tile), push=True, products=products, given=kept is not None, slope=slope)
         return slope
@@ -150,7 +155,10 @@ class Triton(Backend):
         return FLOAT16_LIFT if self.product == torch.float16 else 1.0
 
     def _as_slope(self, buffer: Tensor, tile: Tile) -> Tensor:
-        return shaped(buffer.view(self.product), tile.shape)
+        """Memory as a slope, whose rows begin where aligned stores can, if there is room for that."""
+        memory, (rows, columns) = buffer.view(-1).view(self.product), tile.shape
+        stride = _padded(columns) if rows * _padded(columns) <= memory.numel() else columns
+        return shaped(memory, (rows, stride))[:, :columns]
 
     def _partials(self, tile: Tile, settings: Settings) -> tuple[Tensor, Tensor | None]:
         """Memory for what blocks leave of the tile's rows and, where they are folded too, of its columns."""
@@ -217,7 +225,7 @@ class Triton(Backend):
             "x_state_stride": x_state.stride(0) if softmax_push else 0,
             "y_state_stride": y_state.stride(0) if both_push else 0,
             "products_stride": len(columns),
-            "slope_stride": len(columns),
+            "slope_stride": 0 if slope is None else slope.stride(0),
             "column_start": columns.start,
             "scale": float(self.scale),
             "bias": float(self.bias),
@@ -229,14 +237,14 @@ class Triton(Backend):
             "DIAGONAL": tile.diagonal,
             "NORMALIZED": rows.inverse_norm is not None,
             "SMOOTHING": bool(spec.smoothing),
-            "STATS": self.stats,
+            "STATS": self.stats and fold is not None,
             "GIVEN": given,
             "KEEP": products is not None and not given,
             "FOLD": fold is not None,
             "PUSH": push,
             "SUM": sums_it,
             "BOTH": both_push or (fold is not None and fold[1] is not None),
-            **{f"{name.upper()}_AT": _position(rows, name) for name in ("shift", "total", "count", "valid")},
+            **{f"{name.upper()}_AT": _position(rows, name) if softmax_push else -1 for name in REMEMBERED},
             "LIFT": self._lift if slope is not None else 0.0,
             "EVEN_WIDTH": x.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
@@ -328,6 +336,10 @@ def _tuning() -> Tuning:
 
 def _blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
     return -(-len(tile.rows) // settings.rows), -(-len(tile.columns) // settings.columns)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // 16) * 16
 
 
 def _position(block: Block, name: str) -> int:

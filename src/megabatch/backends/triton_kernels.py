@@ -23,9 +23,13 @@ EVERYTHING, VALID = tl.constexpr(4), tl.constexpr(5)  # only where labels are sm
 LOWEST = tl.constexpr(float("-inf"))
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_columns", "x_state_stride", "y_state_stride", "column_start", "products_stride"]
-)
+# What no instruction gets better by: a launch that differs in nothing else is not compiled anew.
+_ANY_NUMBER = ["num_rows", "num_columns", "x_state_stride", "y_state_stride", "column_start", "products_stride"]
+_ANY_ADDRESS = ["x_norm", "y_norm", "x_ids", "y_ids", "target", "x_state", "y_state", "x_pull", "y_pull", "products"]
+_ANY_ADDRESS += ["x_partials", "y_partials", "sums"]
+
+
+@triton.jit(do_not_specialize=_ANY_NUMBER, do_not_specialize_on_alignment=_ANY_ADDRESS)
 def tile_kernel(
     # of the rows and the columns: features, 1 / lengths, ids, and what the backward knows of them
     x,
@@ -384,7 +388,9 @@ def _fold_no_positives(peak, at, slot, mask, SMOOTHING: tl.constexpr, STATS: tl.
         tl.store(at + (4 + 2 * SMOOTHING) * slot, nothing + LOWEST, mask=mask)
 
 
-@triton.jit(do_not_specialize=["length", "num_blocks", "state_stride"])
+@triton.jit(
+    do_not_specialize=["length", "num_blocks", "state_stride"], do_not_specialize_on_alignment=["partials", "state"]
+)
 def merge_kernel(
     partials,
     state,

@@ -11,8 +11,6 @@ from .call import Call
 
 SMALLEST_SIDE = 16
 SMALL_PLANE = 4 * MIB
-# A strip this low still multiplies at nearly full speed.
-USEFUL_HEIGHT = 128
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
     elif one_pass:
         spare = budget - working_bytes(call, shape, rows, columns)
         height = min(rows, spare // (shape.element * total_columns))
-        wanted = min(rows, USEFUL_HEIGHT)
+        wanted = min(rows, shape.backend.useful_height)
         if call.tile is not None:
             height = rows if height >= rows else 0
         if height >= wanted:
