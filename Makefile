@@ -12,11 +12,12 @@ export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format demo bench bench-ranks clean
+.PHONY: help setup test test-gpu lint format demo bench bench-ranks clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
 	@echo "make test         lint, types and all tests"
+	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make demo         dense against megabatch at growing batch sizes, under a memory limit"
@@ -33,6 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint
 	$(PY) -m pytest
+
+test-gpu: setup
+	TRITON_INTERPRET=0 $(PY) -m pytest -m gpu
 
 lint: setup
 	$(PY) -m ruff check .
