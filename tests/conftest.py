@@ -6,6 +6,9 @@ import os
 # machines unless oneDNN is held below the newest instruction set it thinks it sees.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before triton is first imported, which torch may do. Kernels run on the CPU, in Triton's interpreter; the tests that
+# need a GPU need the opposite, which `make test-gpu` sets.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import functools
 from collections.abc import Callable, Iterator
@@ -30,6 +33,8 @@ UNINITIALISED = [
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and os.environ["TRITON_INTERPRET"] == "1":
+        pytest.skip("needs compiled kernels: TRITON_INTERPRET=0, as in make test-gpu")
 
 
 @pytest.fixture(autouse=True)

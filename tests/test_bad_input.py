@@ -536,10 +536,11 @@ def test_unknown_meaning_of_same_ids_is_met_with_the_known(loss: str, value: obj
 
 
 @every_loss
-def test_triton_is_refused_with_the_reason(loss: str) -> None:
-    said = "backend 'triton' cannot run this call:\n  triton: this version of megabatch has no triton backend\n"
-    said += "Pass backend='auto' to let the library choose."
-    assert_refused(loss, ValueError, said, backend="triton")
+def test_a_backend_that_cannot_run_is_refused_with_the_reason(loss: str) -> None:
+    """Or with all of them: test_triton_choice.py."""
+    said = "  the features are float64. Its kernels compute in float32.\nPass backend='auto' to let the library choose."
+    double = {name: x.double() for name, x in good(loss).items() if isinstance(x, Tensor) and x.is_floating_point()}
+    assert_refused(loss, ValueError, "backend 'triton' cannot run this call:\n", said, **double, backend="triton")
 
 
 @smoothed_loss

@@ -172,8 +172,15 @@ MISUSES = {
     ),
     "a backend that cannot run on one rank": Misuse(
         ValueError,
-        ("backend 'triton'", f"rank {ODD}"),
+        ("backend 'triton'", "float64", f"rank {ODD}"),
         lambda odd, group: call("clip_loss", group, backend="triton" if odd else "auto"),
+    ),
+    "different backends": Misuse(
+        ValueError,
+        ("the backend must be the same", "eager", "triton"),
+        lambda odd, group: call(
+            "clip_loss", group, pair(True, dtype=torch.float32), backend="triton" if odd else "eager"
+        ),
     ),
     "a budget that is too small on one rank": Misuse(
         ValueError,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from .backend import MIB, Backend, Kept, float32_precision, shaped
-from .triton_settings import Settings, Tuning, architecture, autotunes, defaults, variants
+from .triton_settings import Settings, Tuning, architecture, autotunes, defaults, precision, variants
 
 Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
 
@@ -67,7 +67,7 @@ class Triton(Backend):
         self._launcher = launcher
         self._architecture = architecture(self.device)
         self._settings = settings
-        self._precision = float32_precision(self.device)
+        self._precision = precision(float32_precision(self.device), self._architecture)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     @staticmethod
@@ -143,7 +143,8 @@ class Triton(Backend):
     def scores(self, tile: Tile) -> Tensor:
         out = self._buffer("scores", tile.shape, torch.float32)
         self._run(tile, self._settings_for(tile), products=out)
-        out.mul_(self.scale)
+        if self.scale != 1:
+            out.mul_(self.scale)
         return out.add_(self.bias) if self.bias else out
 
     def slope_sums(self) -> tuple[float, float]:
@@ -249,7 +250,7 @@ class Triton(Backend):
             "EVEN_WIDTH": x.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
             # The interpreter takes bfloat16 for the integers that it stores them in.
-            "WIDEN": self._architecture == "interpreter" and self.product == torch.bfloat16,
+            "WIDEN": self.product == torch.bfloat16 and _interprets(),
             "BLOCK_ROWS": settings.rows,
             "BLOCK_COLUMNS": settings.columns,
             "BLOCK_WIDTH": settings.width,

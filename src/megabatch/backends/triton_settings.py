@@ -38,24 +38,24 @@ class Settings:
 # By architecture, for halves, for float32 multiplied as tf32, and for float32 as it is.
 DEFAULTS = {
     "sm_80": {
-        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
-        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
+        "half": Settings(128, 64, 64, 8, parts=2, warps=8, stages=3),
+        "tf32": Settings(128, 64, 32, 8, parts=2, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_86": {
-        "half": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
-        "tf32": Settings(128, 128, 16, 8, parts=4, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
+        "half": Settings(128, 64, 32, 8, parts=2, warps=8, stages=3),
+        "tf32": Settings(128, 64, 16, 8, parts=2, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_90": {
         "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
         "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_100": {
         "half": Settings(128, 128, 64, 8, parts=8, warps=8, stages=3),
         "tf32": Settings(128, 128, 32, 8, parts=8, warps=8, stages=3),
-        "ieee": Settings(64, 64, 16, 8, parts=2, warps=8, stages=3),
+        "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "gfx942": {
         "half": Settings(128, 128, 32, 8, parts=8, warps=8, stages=2),
@@ -65,6 +65,11 @@ DEFAULTS = {
     # Small, so that small tests have several blocks.
     "interpreter": {kind: Settings(32, 32, 32, 2, parts=2, warps=1, stages=1) for kind in ("half", "tf32", "ieee")},
 }
+
+
+def precision(wanted: str, architecture: str) -> str:
+    """How float32 is multiplied: of AMD's, only one has units for tf32."""
+    return "ieee" if architecture.startswith("gfx") and architecture != "gfx942" else wanted
 
 
 def architecture(device: torch.device) -> str:

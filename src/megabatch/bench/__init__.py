@@ -1,4 +1,5 @@
-"""Measuring: `python -m megabatch.bench` and a command: loss, ring, gradients, demo. Built on public names only.
+"""Measuring: `python -m megabatch.bench` and a command: loss, ring, gradients, kernels,
+demo. Built on public names only, except for `kernels`, which looks at what a backend launches.
 
 In reading order. `loss` and `demo`, in one process: `cases` says what is measured, `contenders` who is measured,
 `rivals` is what they compute, `trial` is what one contender goes through, `measure` and `processes` are the
@@ -6,4 +7,7 @@ instruments, `report` the output.
 
 `ring`, a batch spread over ranks: `crews` says who, `ring_trial` what they go through; `ranks` and `wire` are the
 instruments. `gradients`, right or wrong over ranks: `peers` says who, `gradients_trial` what they go through.
+
+`kernels`, the GPU kernels without a GPU: `targets` says for which GPUs, `compiling` what is compiled and how,
+`machine_code` reads what came out, `roofline` predicts from it.
 """

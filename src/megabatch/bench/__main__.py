@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import demo, gradients, loss, ring
+from . import demo, gradients, kernels, loss, ring
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,6 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("loss", loss, "time and memory of every loss against its peers"),
         ("ring", ring, "one batch spread over ranks: time, bytes on the wire, memory"),
         ("gradients", gradients, "do gradients over ranks equal those of one process? ours and others'"),
+        (
+            "kernels",
+            kernels,
+            "the GPU kernels compiled for GPUs that are not here: do they fit? how fast should they be?",
+        ),
         ("demo", demo, "dense against megabatch at growing batch sizes, under a memory limit"),
     ):
         subparser = commands.add_parser(

@@ -231,8 +231,8 @@ class Job:
 
 
 def _long(ids: Tensor | None) -> Tensor | None:
-    """As ids travel: those of another rank may have been narrower."""
-    return None if ids is None else ids.long()
+    """As ids travel, and as kernels read them: those of another rank may have been narrower."""
+    return None if ids is None else ids.long().contiguous()
 
 
 def attach(side: list[Block], name: str, values: Tensor | State) -> None:

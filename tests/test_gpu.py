@@ -1,0 +1,344 @@
+"""On a real GPU: compiled kernels give the dense twin's results, every time the same, in memory linear in the batch.
+
+Run by `make test-gpu`; skipped without a GPU, and where kernels are interpreted.
+"""
+
+import math
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import megabatch
+from megabatch import reference
+from megabatch.backends.triton_backend import Triton
+
+from .test_losses import LOSSES, make_inputs
+from .test_numbers import GAPS, SLACK, with_sides
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIB = 2**20
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+Inputs = dict[str, Any]
+Results = dict[str, Tensor]
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def to_device(inputs: Inputs, dtype: torch.dtype, device: str = "cuda") -> Inputs:
+    """Features in this dtype, scale and bias in float32."""
+
+    def moved(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x.to(device)
+        return x.detach().to(device, dtype if x.dim() == 2 else torch.float32).requires_grad_(x.requires_grad)
+
+    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def exact(inputs: Inputs) -> Inputs:
+    return {
+        name: x.detach().double().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for name, x in inputs.items()
+    }
+
+
+def results(library: Any, loss: str, inputs: Inputs, **options: Any) -> Results:
+    """Value, statistics and gradients; losses per row are weighed so that no two are alike."""
+    value = getattr(library, loss)(**inputs, **{"normalize": False, **options})
+    value, stats = value if isinstance(value, tuple) else (value, {})
+    found = {"loss": value.detach(), **stats}
+    needed = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    upstream = torch.linspace(-1, 2, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
+    grads = torch.autograd.grad((value * upstream).sum() if value.dim() else value, list(needed.values()))
+    return found | {f"d {name}": grad for name, grad in zip(needed, grads, strict=True)}
+
+
+def assert_no_worse_than_dense(loss: str, inputs: Inputs, options: Inputs, backend: str = "triton") -> None:
+    """Our error against float64, beside the dense loss's own in the features' dtype and a few roundings."""
+    truth = results(reference, loss, exact(inputs), **options)
+    dense = results(reference, loss, inputs, **options)
+    ours = results(megabatch, loss, inputs, backend=backend, **options)
+    assert ours.keys() == truth.keys()
+    for name, value in ours.items():
+        peer, error = ((found[name].double() - truth[name]).abs().max().item() for found in (dense, ours))
+        half = value.dtype in (torch.bfloat16, torch.float16)
+        # Two roundings to a half type: the slope's and the gradient's.
+        largest, slack = truth[name].abs().max().item(), SLACK[value.dtype] if half else 2e-6
+        assert error <= peer + slack * max(largest, 0.01), f"{name}: {error:.2e}, dense {peer:.2e}, of {largest:.2e}"
+
+
+def mixes(loss: str) -> list[dict[str, Any]]:
+    smooth = {} if loss == "siglip_loss" else {"label_smoothing": 0.2}
+    found: list[dict[str, Any]] = [
+        {"return_stats": True},
+        {"tile": 190, "normalize": True},
+        {"reduction": "none", "weight": True, **smooth},
+        {"reduction": "sum", "memory_budget": "512MiB", **smooth},
+    ]
+    if loss != "supcon_loss":
+        found += [{"same_ids": same, "return_stats": True, "tile": 150} for same in ("mask", "positive")]
+    return found
+
+
+def completed(loss: str, mix: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    options = dict(mix)
+    if "same_ids" in options:
+        ids, key_ids = torch.randint(90, (num_rows,)).cuda(), torch.randint(90, (num_rows + 3,)).cuda()
+        options |= {"query_ids": ids, "key_ids": key_ids} if loss == "info_nce_loss" else {"ids": ids}
+    if options.get("weight"):
+        options["weight"] = torch.rand(num_rows).cuda()
+    return options
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize(("loss", "mix"), [(loss, mix) for loss in LOSSES for mix in mixes(loss)], ids=str)
+def test_every_option_is_no_worse_than_dense(loss: str, mix: dict[str, Any], dtype: torch.dtype) -> None:
+    inputs = to_device(make_inputs(loss, 301, 96), dtype)
+    assert_no_worse_than_dense(loss, inputs, completed(loss, mix, 301))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 63), (65, 100), (129, 384), (257, 640), (1000, 1152)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_shape_is_no_worse_than_dense(loss: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert_no_worse_than_dense(loss, to_device(make_inputs(loss, *shape), dtype), {})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_eager_on_the_gpu_is_no_worse_than_dense_either(loss: str) -> None:
+    for dtype in DTYPES:
+        assert_no_worse_than_dense(loss, to_device(make_inputs(loss, 301, 96), dtype), {}, backend="eager")
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("tile", [None, 100])
+def test_rows_and_columns_far_below_their_tile(gap: int, tile: int | None) -> None:
+    rows, columns = normalize(torch.randn(2, 300, 34), dim=2).unbind()
+    rows[:, -2:], columns[:, -2:] = 0.0, 0.0
+    rows[:, -1], columns[:, -2] = 1.0, 1.0
+    low = torch.arange(300) % 5 == 1
+    rows[low, -2], columns[low, -1] = -float(gap), -float(gap)
+    inputs = to_device(with_sides("clip_loss", [rows.requires_grad_(), columns.requires_grad_()], 1.0), torch.float32)
+    truth = results(reference, "clip_loss", exact(inputs))
+    for name, value in results(megabatch, "clip_loss", inputs, backend="triton", tile=tile).items():
+        assert (value - truth[name]).abs().max() <= 1e-6 * gap * truth[name].abs().max(), name
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logits_of_ten_thousand_stay_finite(loss: str, sign: int) -> None:
+    rows = normalize(torch.randn(150, 40), dim=1)
+    sides = [(rows * sign).requires_grad_(), rows.clone().requires_grad_()]
+    for dtype in DTYPES:
+        inputs = to_device(with_sides(loss, sides, 1e4), dtype)
+        for name, value in results(megabatch, loss, inputs, backend="triton").items():
+            assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nan_in_the_features_gives_nan(loss: str) -> None:
+    """A maximum on a GPU does not see NaN; the sums must."""
+    inputs = to_device(make_inputs(loss, 200, 40), torch.float32)
+    name = next(name for name, x in inputs.items() if x.dim() == 2)
+    inputs[name].data[150, 7] = math.nan
+    if loss == "supcon_loss":
+        inputs["labels"].zero_()
+    assert getattr(megabatch, loss)(**inputs, normalize=False, backend="triton").isnan()
+
+
+def test_float16_at_32768_rows() -> None:
+    num_rows, width = 32768, 64
+    image, text = (normalize(torch.randn(num_rows, width), dim=1).cuda().half().requires_grad_() for _ in range(2))
+    value = megabatch.clip_loss(image, text, 10.0, normalize=False, backend="triton")
+    (1024 * value).backward()
+    few = 64
+    logits = 10.0 * image.detach().double()[:few] @ text.detach().double().T
+    others = 10.0 * image.detach().double() @ text.detach().double().T
+    slope = logits.softmax(1) + torch.exp(logits - others.logsumexp(0)) - 2 * torch.eye(few, num_rows).cuda()
+    expected = 1024 * 10 * (slope @ text.detach().double()) / num_rows / 2
+    assert image.grad is not None
+    assert (image.grad[:few] - expected).abs().max() <= 3e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+def test_equal_keys_tie(dtype: torch.dtype) -> None:
+    query, key = torch.randn(300, 96).cuda().to(dtype), torch.randn(1, 96).cuda().to(dtype).expand(500, 96)
+    positives = torch.randint(500, (300,)).cuda()
+    ranks = megabatch.retrieval_ranks(query, key, positives=positives, tile=128, backend="triton")
+    assert torch.equal(ranks, torch.zeros_like(ranks))
+
+
+def test_topk_equals_the_dense_answer() -> None:
+    query, key = torch.randn(300, 96).cuda(), torch.randn(501, 96).cuda()
+    values, _ = megabatch.similarity_topk(query, key, 5, backend="triton", tile=128)
+    torch.testing.assert_close(values, reference.similarity_topk(query.double(), key.double(), 5)[0].float())
+
+
+def test_tf32_where_the_caller_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = to_device(make_inputs("clip_loss", 301, 96), torch.float32)
+    truth = results(reference, "clip_loss", exact(inputs))
+    errors = []
+    for word in ("ieee", "tf32"):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", word)
+        found = results(megabatch, "clip_loss", inputs, backend="triton")
+        errors.append(max((found[name] - value).abs().max().item() for name, value in truth.items()))
+    assert errors[0] < 1e-5
+    assert errors[1] < 1e-2
+
+
+# ---- the same bits, linear memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_run_gives_the_same_bits(loss: str, dtype: torch.dtype) -> None:
+    inputs = to_device(make_inputs(loss, 1500, 128), dtype)
+    first, *others = (results(megabatch, loss, inputs, backend="triton", tile=600) for _ in range(4))
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name
+
+
+def peak_bytes(loss: str, num_rows: int, **options: Any) -> int:
+    """Beyond the inputs, while a step runs."""
+    inputs = to_device(make_inputs(loss, num_rows, 64, torch.float32), torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    getattr(megabatch, loss)(**inputs, normalize=False, backend="triton", **options).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_memory_is_linear_in_the_batch(loss: str) -> None:
+    peak_bytes(loss, 1000, memory_budget="64MiB")  # what libraries take once
+    small, large = (peak_bytes(loss, num_rows, memory_budget="64MiB") for num_rows in (16384, 32768))
+    # Twice the budget's own rounding, and of every row: float32 and bfloat16 gradients of both sides, vectors.
+    assert small <= 80 * MIB + 16384 * (2 * 64 * 6 + 512)
+    assert large - small <= 16 * MIB + 16384 * (2 * 64 * 6 + 512)
+
+
+# ---- the choice
+
+
+class Spy:
+    """Counts the tiles that kernels fold."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tiles = 0
+        fold = Triton.fold
+
+        def counted(*arguments: Any, **options: Any) -> None:
+            self.tiles += 1
+            fold(*arguments, **options)
+
+        monkeypatch.setattr(Triton, "fold", counted)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=named)
+def test_auto_takes_triton_where_it_can(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    results(megabatch, "clip_loss", to_device(make_inputs("clip_loss", 40, 32), dtype))
+    old = torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0)
+    assert (spy.tiles > 0) == (dtype != torch.float64 and not old)
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    inputs = to_device(make_inputs("clip_loss", 301, 96), torch.float32)
+    plain = results(megabatch, "clip_loss", inputs, backend="triton")
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = results(megabatch, "clip_loss", inputs, backend="triton")
+    for name, value in plain.items():
+        assert cast[name].dtype == value.dtype
+        assert (cast[name] - value).abs().max() <= 3e-2 * value.abs().max(), name
+    assert not torch.equal(cast["loss"], plain["loss"])
+
+
+@two_gpus
+def test_kernels_run_where_the_features_are() -> None:
+    """Which need not be the current device."""
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        found.append(
+            results(megabatch, "clip_loss", to_device(make_inputs("clip_loss", 301, 96), torch.float32, device))
+        )
+    assert torch.cuda.current_device() == 0
+    for name, value in found[0].items():
+        assert found[1][name].device.index == 1
+        torch.testing.assert_close(found[1][name].cpu(), value.cpu())
+
+
+# ---- two ranks
+
+
+def share(loss: str, rank: int) -> Inputs:
+    """Rank 0 has the first 200 rows, rank 1 the rest."""
+    torch.manual_seed(5)
+    whole = make_inputs(loss, 301, 96)
+    if loss == "info_nce_loss":
+        whole["key"] = whole["key"].detach()[:301].requires_grad_()
+    rows = slice(0, 200) if rank == 0 else slice(200, 301)
+    return {
+        name: x.detach()[rows].requires_grad_(x.requires_grad) if x.dim() and len(x) == 301 else x
+        for name, x in whole.items()
+    }
+
+
+def rank_main(rank: int, port: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+    found = {}
+    for loss in LOSSES:
+        for exchange in ("ring", "gather"):
+            inputs = to_device(share(loss, rank), torch.float32)
+            how = {"group": dist.group.WORLD, "exchange": exchange, "backend": "triton", "grad_reduction": "sum"}
+            answer = results(megabatch, loss, inputs, tile=150, **how)
+            found[loss, exchange] = {name: value.cpu() for name, value in answer.items()}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@two_gpus
+def test_two_ranks_equal_one_process(tmp_path: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (port, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for (loss, exchange), first in ranks[0].items():
+        second = ranks[1][loss, exchange]
+        halves = [exact(share(loss, rank)) for rank in (0, 1)]
+        whole = {
+            name: torch.cat([x.detach(), halves[1][name].detach()]).requires_grad_(x.requires_grad) if x.dim() else x
+            for name, x in halves[0].items()
+            if name != "logit_bias"
+        }
+        if "logit_bias" in halves[0]:
+            whole["logit_bias"] = halves[0]["logit_bias"]
+        for name, truth in results(reference, loss, whole).items():
+            if truth.dim() == 2:
+                ours = torch.cat([first[name], second[name]])
+            elif name == "loss":
+                assert torch.equal(first[name], second[name])
+                ours = first[name]
+            else:  # each has its half of the scale's and the bias's
+                ours = first[name] + second[name]
+            error = (ours.double() - truth).abs().max()
+            assert error <= 5e-6 * max(truth.abs().max(), 0.01), f"{loss}, {exchange}: {name}"
