@@ -12,7 +12,7 @@ import torch
 
 import megabatch
 from megabatch import reference
-from megabatch.backends import triton_backend
+from megabatch.backends import triton_backend, triton_settings
 from megabatch.backends.backend import float32_precision
 from megabatch.backends.eager import Eager
 from megabatch.backends.select import select
@@ -297,6 +297,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
 
     monkeypatch.setattr(Triton, "_launch", launch)
     monkeypatch.setattr(triton_backend, "variants", lambda settings: CANDIDATES)
+    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
     monkeypatch.setattr(triton_backend, "_TUNING", [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(AUTOTUNE, raising=False)
@@ -331,6 +332,15 @@ def test_nothing_is_timed_unless_asked_for(
     assert bench.timed == []
     assert set(bench.launched) == {DEFAULT}
     assert list(tmp_path.iterdir()) == []
+
+
+@interpreted
+def test_small_tiles_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTOTUNE, "1")
+    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 6)
+    step()
+    assert bench.timed == []
+    assert set(bench.launched) == {DEFAULT}
 
 
 @interpreted

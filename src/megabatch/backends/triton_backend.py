@@ -298,13 +298,13 @@ class Triton(Backend):
 
     def _settings_for(self, tile: Tile) -> Settings:
         if self._settings is None:
-            tuned = _tuning().known(self._key(tile)) if autotunes() else None
+            tuned = _tuning().known(self._key(tile)) if autotunes(tile.shape) else None
             self._settings = tuned or defaults(self._architecture, self._kind)
         return self._settings
 
     def _tuned(self, tile: Tile) -> Settings:
         """The same, after a search if that is asked for and nobody has made it: a forward comes before its backward."""
-        if self._settings is None and autotunes() and _tuning().known(self._key(tile)) is None:
+        if self._settings is None and autotunes(tile.shape) and _tuning().known(self._key(tile)) is None:
             candidates = variants(defaults(self._architecture, self._kind))
             _tuning().search(self._key(tile), candidates, lambda settings: self._milliseconds(tile, settings))
         return self._settings_for(tile)

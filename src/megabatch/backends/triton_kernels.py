@@ -251,8 +251,8 @@ def _multiply(
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
         p = tl.dot(a, b, p, input_precision=PRECISION)
-        x_at += BLOCK_WIDTH * x_step
-        y_at += BLOCK_WIDTH * y_step
+        x_at += tl.full((), BLOCK_WIDTH, tl.int64) * x_step
+        y_at += tl.full((), BLOCK_WIDTH, tl.int64) * y_step
     return p
 
 

@@ -3,16 +3,18 @@
 Forward and backward of a call must form the same products, so one entry serves all kernels of an architecture.
 """
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
 AUTOTUNE = "MEGABATCH_AUTOTUNE"
+SMALLEST_TUNED = 2048  # sides of a tile: smaller ones would be decided by chance
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ DEFAULTS = {
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_90": {
-        "half": Settings(128, 128, 64, 8, parts=4, warps=8, stages=3),
-        "tf32": Settings(128, 128, 32, 8, parts=4, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=8, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=8, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_100": {
@@ -97,8 +99,9 @@ def _relative(architecture: str) -> str:
 # ---- timing
 
 
-def autotunes() -> bool:
-    return os.environ.get(AUTOTUNE, "") not in ("", "0")
+def autotunes(shape: tuple[int, int]) -> bool:
+    """Whether tiles of this shape are timed."""
+    return os.environ.get(AUTOTUNE, "") not in ("", "0") and min(shape) >= SMALLEST_TUNED
 
 
 def variants(settings: Settings) -> list[Settings]:
@@ -123,29 +126,33 @@ class Tuning:
         self._found: dict[str, Settings] = {}
 
     def known(self, key: str) -> Settings | None:
-        if key not in self._found and (stored := self._read().get(key)):
-            self._found[key] = Settings(**stored)
+        if key not in self._found:
+            self._found |= self._read()
         return self._found.get(key)
 
-    def search(self, key: str, candidates: Iterable[Settings], time: Callable[[Settings], float | None]) -> Settings:
-        """Time them all; None is for settings that do not fit this device."""
+    def search(self, key: str, candidates: list[Settings], time: Callable[[Settings], float | None]) -> Settings:
+        """Time them all; None is for settings that do not fit this device. Where none fits, the first are left."""
         timed = [(taken, settings) for settings in candidates if (taken := time(settings)) is not None]
-        best = min(timed, key=lambda pair: pair[0])[1]
-        self._found[key] = best
-        self._write(self._read() | {key: asdict(best)})
+        best = min(timed, key=lambda pair: pair[0])[1] if timed else candidates[0]
+        self._found = {**self._read(), **self._found, key: best}
+        with contextlib.suppress(OSError):  # nowhere to write: the next process will time again
+            self._write()
         return best
 
-    def _read(self) -> dict[str, dict[str, int]]:
+    def _read(self) -> dict[str, Settings]:
+        """Whatever of the file can be read: it may be of another version, or half of one."""
         try:
-            stored: dict[str, dict[str, int]] = json.loads(self.path.read_text())
-        except (OSError, ValueError):  # none yet, or half of one: time again
+            stored = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
             return {}
-        return stored
+        names = {member.name for member in fields(Settings)}
+        entries = stored.items() if isinstance(stored, dict) else ()
+        return {key: Settings(**entry) for key, entry in entries if isinstance(entry, dict) and entry.keys() == names}
 
-    def _write(self, stored: dict[str, dict[str, int]]) -> None:
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-            json.dump(stored, file, indent=1)
+            json.dump({key: asdict(settings) for key, settings in self._found.items()}, file, indent=1)
         os.replace(file.name, self.path)
 
 

@@ -8,13 +8,14 @@ be specialised for: aligned pointers, divisible strides.
 import os
 import subprocess
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import torch
@@ -191,11 +192,27 @@ def compile_all(
     jobs: Sequence[tuple[str, str, str]], widths: Sequence[int], num_processes: int
 ) -> Iterator[list[Compiled]]:
     """All launches of each (target, dtype, variant), in order."""
-    with _environment(), ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+    with _environment(), _pool(num_processes) as pool:
         try:
             yield from pool.map(partial(compile_job, widths=tuple(widths)), jobs)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _pool(num_processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_end_with_the_parent)
+
+
+def _end_with_the_parent() -> None:
+    """Also where the parent is killed, and cannot say so."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager
