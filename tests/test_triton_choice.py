@@ -12,8 +12,8 @@ import torch
 
 import megabatch
 from megabatch import reference
-from megabatch.backends import triton_backend, triton_settings
-from megabatch.backends.backend import float32_precision
+from megabatch.backends import triton_backend
+from megabatch.backends.backend import float32_precision, products_of_halves
 from megabatch.backends.eager import Eager
 from megabatch.backends.select import select
 from megabatch.backends.triton_backend import Triton
@@ -43,6 +43,8 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(capability: tuple[int, int] = (9, 0), hip: str | None = None, interprets: bool = False) -> None:
         monkeypatch.setattr(triton_backend, "_interprets", lambda: interprets)
+        monkeypatch.setattr(triton_backend, "_launch_trouble", lambda: "")
+        monkeypatch.setattr(triton_backend, "products_of_halves", lambda device: True)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         properties = SimpleNamespace(gcnArchName=f"{hip}:sramecc+:xnack-")
@@ -79,8 +81,52 @@ def test_auto_takes_eager_where_triton_cannot_run(a_gpu: Callable[..., None], mo
     assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
     a_gpu((9, 0))
     assert select("clip_loss", "auto", CUDA, torch.float64) is Eager
+    for trouble in ("_launch_trouble", "_import_trouble"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_backend, trouble, lambda: "it cannot")
+            assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_backend, "products_of_halves", lambda device: False)
+        assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
+        assert select("clip_loss", "auto", CUDA, torch.float32) is Triton
+        assert not Triton.multiplies_halves(CUDA, False)
     monkeypatch.setattr(triton_backend, "_installed", lambda: False)
     assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
+
+
+def test_triton_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(triton_backend, "import_module", fail)
+    found = Triton.reasons_against(CPU, torch.float32)
+    assert found[0] == "triton cannot be imported (OSError: libcuda.so.1: no such file). Install it anew"
+
+
+def test_kernels_that_cannot_be_launched_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(triton_backend, "_interprets", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    triton_backend._launch_trouble.cache_clear()
+    (reason,) = Triton.reasons_against(CUDA, torch.float32)
+    triton_backend._launch_trouble.cache_clear()
+    assert reason.startswith("triton cannot launch kernels here (")
+    assert reason.endswith("It may want a C compiler: set CC")
+
+
+@pytest.mark.parametrize(("refuses", "able"), [(False, True), (True, False)])
+def test_whether_halves_are_multiplied_into_float32_is_tried(
+    refuses: bool, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype) -> None:
+        if refuses:
+            raise RuntimeError("gemm input type at::BFloat16 and output type float is not supported for ROCm")
+
+    made = torch.zeros(16, 16)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, dtype: made)
+    monkeypatch.setattr(torch, "mm", multiply)
+    assert products_of_halves.__wrapped__(CUDA) is able
+    assert products_of_halves(CPU)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "xpu", "meta"])
@@ -223,18 +269,18 @@ def test_what_is_tried_begins_with_the_defaults_and_has_nothing_twice() -> None:
 
 @pytest.fixture
 def _precision_put_back() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     yield
-    torch.backends.cuda.matmul.fp32_precision = before
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.usefixtures("_precision_put_back")
 def test_tf32_is_the_callers_choice() -> None:
     assert float32_precision(CUDA) == "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.set_float32_matmul_precision("high")
     assert float32_precision(CUDA) == "tf32"
     assert float32_precision(CPU) == "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
     assert float32_precision(CUDA) == "ieee"
 
 
@@ -262,8 +308,12 @@ class Bench:
     launched: list[Settings] = field(default_factory=list)
 
     def do_bench(self, step: Callable[[], object]) -> float:
+        before = len(self.launched)
         step()
-        self.timed.append(self.launched.pop())
+        (settings,) = set(self.launched[before:])
+        assert len(self.launched) - before == 2, "a fold and a push"
+        del self.launched[before:]
+        self.timed.append(settings)
         return 1.0 if self.timed[-1] == self.best else 2.0
 
     def launch(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -297,7 +347,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
 
     monkeypatch.setattr(Triton, "_launch", launch)
     monkeypatch.setattr(triton_backend, "variants", lambda settings: CANDIDATES)
-    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
+    monkeypatch.setattr(triton_backend, "SMALLEST_TUNED", 1)
     monkeypatch.setattr(triton_backend, "_TUNING", [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(AUTOTUNE, raising=False)
@@ -335,9 +385,16 @@ def test_nothing_is_timed_unless_asked_for(
 
 
 @interpreted
+def test_a_word_that_says_neither_yes_nor_no_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTOTUNE, "off")
+    with pytest.raises(ValueError, match="MEGABATCH_AUTOTUNE must be 0 or 1, got 'off'"):
+        step()
+
+
+@interpreted
 def test_small_tiles_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTOTUNE, "1")
-    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 6)
+    monkeypatch.setattr(triton_backend, "SMALLEST_TUNED", 6)
     step()
     assert bench.timed == []
     assert set(bench.launched) == {DEFAULT}
@@ -371,6 +428,8 @@ def test_each_kind_of_call_has_its_own(bench: Bench, monkeypatch: pytest.MonkeyP
         assert len(stored(tmp_path)) == calls
     step("info_nce_loss")  # the same kernels as clip_loss
     assert len(stored(tmp_path)) == 3
+    step("supcon_loss")  # ids matter to these
+    assert len(stored(tmp_path)) == 4
 
 
 @interpreted
@@ -395,6 +454,8 @@ WRITTEN = {
     "nothing": "",
     "no table": "[1, 2]",
     "an entry of another version": '{"interpreter ieee 6 softmax": {"rows": 64, "clusters": 2}}',
+    "words in an entry": json.dumps({"interpreter ieee 6 softmax": asdict(BEST) | {"rows": "64"}}),
+    "a side that is no power of two": json.dumps({"interpreter ieee 6 softmax": asdict(BEST) | {"rows": 48}}),
     "an entry that is none": '{"interpreter ieee 6 softmax": 7}',
     "no text": b"\xff\xfe\x00",
 }

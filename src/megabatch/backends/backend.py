@@ -6,6 +6,7 @@ Letters: S the tile's logits, [r, c]; G = d loss / d S, the slope, up to a facto
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -127,20 +128,18 @@ class Backend(ABC):
         if tile.columns.grad is not None and not tile.diagonal:
             multiply(slope.T, self._operand("rows", tile.rows), out=tile.columns.grad, alpha=alpha, beta=1.0)
 
-    def _operand(self, side: str, block: Block, normalized: bool = True) -> Tensor:
+    def _operand(self, side: str, block: Block) -> Tensor:
         """The block's features as products take them: themselves where they can, else a copy in a shared buffer."""
         features = block.features
-        norm = block.inverse_norm if normalized else None
-        if norm is None and features.dtype == self.product:
+        if block.inverse_norm is None and features.dtype == self.product:
             return features
-        name = side if normalized else f"raw {side}"
-        copy = self._buffer(name, (len(block), features.shape[1]), self.product)
-        if self._loaded.get(name) is not block:
-            if norm is None:
+        copy = self._buffer(side, (len(block), features.shape[1]), self.product)
+        if self._loaded.get(side) is not block:
+            if block.inverse_norm is None:
                 copy.copy_(features)
             else:
-                torch.mul(features, norm[:, None], out=copy)
-            self._loaded[name] = block
+                torch.mul(features, block.inverse_norm[:, None], out=copy)
+            self._loaded[side] = block
         return copy
 
     def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
@@ -163,6 +162,20 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta:
     else:
         product = torch.mm(left, right, out_dtype=out.dtype)
     return torch.add(out, product, alpha=alpha, out=out) if beta else torch.mul(product, alpha, out=out)
+
+
+@cache
+def products_of_halves(device: torch.device) -> bool:
+    """Whether halves can be multiplied into float32: on the CPU they are converted, on ROCm older versions of torch
+    cannot."""
+    if device.type == "cpu":
+        return True
+    half = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(half, half, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def float32_precision(device: torch.device) -> str:

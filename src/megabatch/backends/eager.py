@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..losses.block import Tile
 from ..losses.spec import Spec
-from .backend import MIB, Backend, Kept, multiply, shaped
+from .backend import MIB, Backend, Kept, multiply, products_of_halves, shaped
 from .links import link_of
 
 
@@ -40,7 +40,7 @@ class Eager(Backend):
 
     @staticmethod
     def multiplies_halves(device: torch.device, normalize: bool) -> bool:
-        return device.type != "cpu" and not normalize
+        return device.type != "cpu" and not normalize and products_of_halves(device)
 
     @staticmethod
     def sides(width: int, threads: int) -> tuple[int, int]:

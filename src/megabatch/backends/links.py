@@ -91,8 +91,7 @@ class Softmax(_Link):
     """Rows, and columns where they have a loss too, as distributions."""
 
     def _sides(self, tile: Tile) -> tuple[str, ...]:
-        both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
-        return ("rows", "columns") if both else ("rows",)
+        return ("rows", "columns") if tile.folds_columns(self.spec) else ("rows",)
 
     def fold(self, tile: Tile, logits: Tensor, scratch: Tensor, again: Callable[[], Tensor]) -> float:
         """Add the tile to the statistics of its rows and columns.

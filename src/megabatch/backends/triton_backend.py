@@ -9,6 +9,9 @@ No GPU has run it yet: it was compiled for them, and its results come from the i
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +20,18 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
-from .backend import MIB, Backend, Kept, float32_precision, shaped
-from .triton_settings import Settings, Tuning, architecture, autotunes, defaults, precision, variants
+from ..losses.state import State
+from .backend import MIB, Backend, Kept, float32_precision, products_of_halves, shaped
+from .triton_settings import (
+    SMALLEST_TUNED,
+    Settings,
+    Tuning,
+    architecture,
+    autotunes,
+    defaults,
+    precision,
+    variants,
+)
 
 Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
 
@@ -37,9 +50,33 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
+def _import_trouble() -> str:
+    """Why there are no kernels; "" where there are."""
+    if not _installed():
+        return "triton is not installed. Install it with pip install 'megabatch[triton]'"
+    try:
+        import_module(".triton_kernels", __package__)
+    except Exception as error:
+        return f"triton cannot be imported ({type(error).__name__}: {error}). Install it anew"
+    return ""
+
+
+@cache
+def _launch_trouble() -> str:
+    """Why compiled kernels cannot be launched; "" where they can. Triton builds its launcher by a C compiler."""
+    try:
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return f"triton cannot launch kernels here ({type(error).__name__}: {text}). It may want a C compiler: set CC"
+    return ""
+
+
 def _interprets() -> bool:
     """Whether kernels run in Triton's interpreter, which the environment decides when they are first needed."""
-    if not _installed():
+    if _import_trouble():
         return False
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -76,9 +113,7 @@ class Triton(Backend):
 
     @staticmethod
     def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
-        reasons = []
-        if not _installed():
-            reasons.append("triton is not installed. Install it with pip install 'megabatch[triton]'")
+        reasons = [trouble] if (trouble := _import_trouble()) else []
         if device.type == "cpu" and not _interprets():
             reasons.append(
                 "the features are on the CPU. Move them to a GPU, or set TRITON_INTERPRET=1 before the first call to "
@@ -89,13 +124,17 @@ class Triton(Backend):
         elif device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
             major, minor = torch.cuda.get_device_capability(device)
             reasons.append(f"the GPU has compute capability {major}.{minor}. It needs 8.0 or newer")
+        elif device.type == "cuda" and not reasons and not _interprets() and (trouble := _launch_trouble()):
+            reasons.append(trouble)
+        if dtype.itemsize == 2 and not products_of_halves(device):
+            reasons.append("this torch cannot multiply halves into float32 here. Use a newer one, or float32 features")
         if dtype == torch.float64:
             reasons.append("the features are float64. Its kernels compute in float32")
         return reasons
 
     @staticmethod
     def multiplies_halves(device: torch.device, normalize: bool) -> bool:
-        return True
+        return products_of_halves(device)
 
     @staticmethod
     def sides(width: int, threads: int) -> tuple[int, int]:
@@ -134,8 +173,8 @@ class Triton(Backend):
         """G times the lift, in the type that products take; None where no features need it."""
         if kept is not None and not math.isnan(kept.mark):
             return self._as_slope(kept.buffer, tile)
-        needed, (rows, columns) = tile.rows.grad is not None or tile.columns.grad is not None, tile.shape
-        slope = self._as_slope(self._buffer("slope", (rows, _padded(columns)), self.product), tile) if needed else None
+        needed = tile.rows.grad is not None or tile.columns.grad is not None
+        slope = self._new_slope(tile) if needed else None
         products = None if kept is None else shaped(kept.buffer, tile.shape)
         self._run(tile, self._settings_for(tile), push=True, products=products, given=kept is not None, slope=slope)
         return slope
@@ -155,6 +194,10 @@ class Triton(Backend):
     def _lift(self) -> float:
         return FLOAT16_LIFT if self.product == torch.float16 else 1.0
 
+    def _new_slope(self, tile: Tile) -> Tensor:
+        rows, columns = tile.shape
+        return self._as_slope(self._buffer("slope", (rows, _padded(columns)), self.product), tile)
+
     def _as_slope(self, buffer: Tensor, tile: Tile) -> Tensor:
         """Memory as a slope, whose rows begin where aligned stores can, if there is room for that."""
         memory, (rows, columns) = buffer.view(-1).view(self.product), tile.shape
@@ -165,8 +208,7 @@ class Triton(Backend):
         """Memory for what blocks leave of the tile's rows and, where they are folded too, of its columns."""
         down, across = _blocks(tile, settings)
         slots = 4 + 2 * bool(self.spec.smoothing) + self.stats
-        both = self.spec.columns or (self.spec.symmetric and not tile.diagonal)
-        both = self.stats if self.spec.link == "sigmoid" else both
+        both = self.stats if self.spec.link == "sigmoid" else tile.folds_columns(self.spec)
         of_rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
         if not both:
             return of_rows, None
@@ -186,24 +228,27 @@ class Triton(Backend):
         products: Tensor | None = None,
         given: bool = False,
         slope: Tensor | None = None,
+        sums: bool = True,
     ) -> None:
-        """The tile kernel. `products` are read where they are `given`, else written."""
+        """The tile kernel. `products` are read where they are `given`, else written; `sums` of slopes are added up."""
         from .triton_kernels import tile_kernel
 
         rows, columns, spec = tile.rows, tile.columns, self.spec
-        x, y = (self._operand(side, block, False) for side, block in (("rows", rows), ("columns", columns)))
+        (x, x_norm), (y, y_norm) = (
+            self._factors(side, block) for side, block in (("rows", rows), ("columns", columns))
+        )
         down, across = _blocks(tile, settings)
         sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
-        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
+        partial_sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
         softmax_push = push and spec.link == "softmax"
         both_push = softmax_push and spec.two_sided
         x_state, y_state = rows.state.table, columns.state.table
         ids = self._has_ids(tile)
         arguments = {
-            "x": x,
-            "y": y,
-            "x_norm": rows.inverse_norm,
-            "y_norm": columns.inverse_norm,
+            "x": None if given else x,
+            "y": None if given else y,
+            "x_norm": None if given else x_norm,
+            "y_norm": None if given else y_norm,
             "x_ids": rows.ids if ids else None,
             "y_ids": columns.ids if ids else None,
             "target": rows.target if tile.may_hold_targets else None,
@@ -215,7 +260,7 @@ class Triton(Backend):
             "x_partials": fold[0] if fold else None,
             "y_partials": fold[1] if fold else None,
             "slope": slope,
-            "sums": sums,
+            "sums": partial_sums,
             "num_rows": len(rows),
             "num_columns": len(columns),
             "width": x.shape[1],
@@ -236,7 +281,6 @@ class Triton(Backend):
             "IDS": ids,
             "TARGETS": tile.may_hold_targets,
             "DIAGONAL": tile.diagonal,
-            "NORMALIZED": rows.inverse_norm is not None,
             "SMOOTHING": bool(spec.smoothing),
             "STATS": self.stats and fold is not None,
             "GIVEN": given,
@@ -260,9 +304,16 @@ class Triton(Backend):
             "num_stages": settings.stages,
         }
         self._launch(tile_kernel, down * across, arguments)
-        if sums is not None:
+        if partial_sums is not None and sums:
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
-            self._sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
+            self._sums.add_(partial_sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
+
+    def _factors(self, side: str, block: Block) -> tuple[Tensor, Tensor | None]:
+        """What is multiplied, and what every row's products are multiplied by then: halves are normalised afterwards,
+        in float32."""
+        if block.features.dtype == self.product:
+            return block.features, block.inverse_norm
+        return self._operand(side, block), None
 
     def _merge(self, tile: Tile, block: Block, partials: Tensor, num_blocks: int) -> None:
         from .triton_kernels import merge_kernel
@@ -289,34 +340,49 @@ class Triton(Backend):
         self._launch(merge_kernel, -(-len(block) // 32), arguments)
 
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with on_device:
+        with self._on_device():
             # Products and sums are rounded one by one: forward and backward must see the same logits.
             self._launcher(kernel, (programs,), arguments | {"enable_fp_fusion": False})
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     # ---- settings
 
     def _settings_for(self, tile: Tile) -> Settings:
         if self._settings is None:
-            tuned = _tuning().known(self._key(tile)) if autotunes(tile.shape) else None
+            tuned = _tuning().known(self._key(tile)) if autotunes() else None
             self._settings = tuned or defaults(self._architecture, self._kind)
         return self._settings
 
     def _tuned(self, tile: Tile) -> Settings:
         """The same, after a search if that is asked for and nobody has made it: a forward comes before its backward."""
-        if self._settings is None and autotunes(tile.shape) and _tuning().known(self._key(tile)) is None:
+        key = self._key(tile)
+        if self._settings is None and autotunes() and min(tile.shape) >= SMALLEST_TUNED and not _tuning().known(key):
             candidates = variants(defaults(self._architecture, self._kind))
-            _tuning().search(self._key(tile), candidates, lambda settings: self._milliseconds(tile, settings))
+            with self._on_device():
+                _tuning().search(key, candidates, lambda settings: self._milliseconds(tile, settings))
         return self._settings_for(tile)
 
     def _milliseconds(self, tile: Tile, settings: Settings) -> float | None:
-        """Of one fold; None where the device has not the registers or the shared memory."""
+        """Of a fold and a push; None where the device has not the registers or the shared memory."""
         from triton.runtime.errors import OutOfResources
         from triton.testing import do_bench
 
-        partials = self._partials(tile, settings)
+        # Nothing is known of the rows yet: numbers that cost the same.
+        rows, columns = (
+            replace(side, state=State(side.state.names, ones := torch.ones_like(side.state.table)), pull=ones[0])
+            for side in (tile.rows, tile.columns)
+        )
+        pulled = Tile(rows, columns, tile.diagonal)
+        slope = self._new_slope(tile)
+
+        def fold_and_push() -> None:
+            self._run(tile, settings, fold=self._partials(tile, settings))
+            self._run(pulled, settings, push=True, slope=slope, sums=False)
+
         try:
-            taken: float = do_bench(lambda: self._run(tile, settings, fold=partials))
+            taken: float = do_bench(fold_and_push)
         except OutOfResources:
             return None
         return taken
@@ -326,7 +392,17 @@ class Triton(Backend):
         return self._precision if self.product == torch.float32 else "half"
 
     def _key(self, tile: Tile) -> str:
-        return f"{self._architecture} {self._kind} {tile.rows.features.shape[1]} {self.spec.link}"
+        """What kernels differ in: their settings serve no others."""
+        spec, width = self.spec, tile.rows.features.shape[1]
+        options = {
+            f"ids {spec.same}": self._has_ids(tile),
+            "smoothing": spec.smoothing > 0,
+            "normalize": tile.rows.inverse_norm is not None,
+            "stats": self.stats,
+        }
+        return " ".join(
+            [self._architecture, self._kind, str(width), spec.link, *(n for n, has in options.items() if has)]
+        )
 
 
 def _tuning() -> Tuning:

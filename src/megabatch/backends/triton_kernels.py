@@ -70,7 +70,6 @@ def tile_kernel(
     IDS: tl.constexpr,
     TARGETS: tl.constexpr,
     DIAGONAL: tl.constexpr,
-    NORMALIZED: tl.constexpr,
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
     # what is done: P read, rather than formed; or written; statistics; the slope; its sums; for rows only, or both
@@ -117,10 +116,13 @@ def tile_kernel(
             p = tl.load(at, mask=here, other=0.0)
         else:
             p = _part(block, index, PARTS, BLOCK_ROWS, BLOCK_COLUMNS)
-            if NORMALIZED:
-                row_norm = tl.load(x_norm + row, mask=row < num_rows, other=0.0)
-                column_norm = tl.load(y_norm + column, mask=column < num_columns, other=0.0)
-                p *= row_norm[:, None] * column_norm[None, :]
+            if x_norm is not None:
+                norm = tl.load(x_norm + row, mask=row < num_rows, other=0.0)[:, None]
+                if y_norm is not None:  # first both, so that (i, j) and (j, i) are rounded alike
+                    norm = norm * tl.load(y_norm + column, mask=column < num_columns, other=0.0)[None, :]
+                p *= norm
+            elif y_norm is not None:
+                p *= tl.load(y_norm + column, mask=column < num_columns, other=0.0)[None, :]
         if KEEP:
             tl.store(products + row[:, None].to(tl.int64) * products_stride + column[None, :], p, mask=here)
         if FOLD or PUSH:
@@ -416,6 +418,12 @@ def merge_kernel(
     here = row < length
     at, step = state + row, state_stride.to(tl.int64)
     slot = num_blocks.to(tl.int64) * length
+    nothing = tl.zeros((BLOCK,), tl.float64)
+    shift, total = _read(at, SHIFT_AT, step, here, nothing), _read(at, TOTAL_AT, step, here, nothing)
+    positive, count = _read(at, POSITIVE_AT, step, here, nothing), _read(at, COUNT_AT, step, here, nothing)
+    everything, valid = _read(at, EVERYTHING_AT, step, here, nothing), _read(at, VALID_AT, step, here, nothing)
+    best = _read(at, BEST_AT, step, here, nothing)
+    best_positive = _read(at, BEST_POSITIVE_AT, step, here, nothing)
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         mask = (block < num_blocks)[:, None] & here[None, :]
@@ -424,33 +432,34 @@ def merge_kernel(
             peaks = tl.load(piece + PEAK * slot, mask=mask, other=LOWEST)
             peak = tl.max(peaks, 0)
             anchors = _finite(peaks).to(tl.float64)
+            best = tl.maximum(best, peak.to(tl.float64))
         if LINK == "softmax":
             weight = tl.exp(peaks - _finite(peak)[None, :]).to(tl.float64)
-            total = tl.sum(_piece(piece + TOTAL * slot, mask) * weight, 0)
-            old_shift = tl.load(at + SHIFT_AT * step, mask=here, other=0.0)
-            old_total = tl.load(at + TOTAL_AT * step, mask=here, other=0.0)
-            shift = tl.maximum(old_shift, peak.to(tl.float64))
-            anchor = _finite(shift)
-            total = old_total * tl.exp(old_shift - anchor) + total * tl.exp(peak.to(tl.float64) - anchor)
-            tl.store(at + SHIFT_AT * step, shift, mask=here)
-            tl.store(at + TOTAL_AT * step, total, mask=here)
+            met = tl.sum(_piece(piece + TOTAL * slot, mask) * weight, 0)
+            higher = tl.maximum(shift, peak.to(tl.float64))
+            total = total * tl.exp(shift - _finite(higher)) + met * tl.exp(peak.to(tl.float64) - _finite(higher))
+            shift = higher
         elif TOTAL_AT >= 0:
-            _add(at + TOTAL_AT * step, tl.sum(_piece(piece + TOTAL * slot, mask), 0), here)
+            total += tl.sum(_piece(piece + TOTAL * slot, mask), 0)
         if COUNT_AT >= 0:
-            count = _piece(piece + COUNT * slot, mask)
-            positive = _piece(piece + POSITIVE * slot, mask) + anchors * count
-            _add(at + COUNT_AT * step, tl.sum(count, 0), here)
-            _add(at + POSITIVE_AT * step, tl.sum(positive, 0), here)
+            counts = _piece(piece + COUNT * slot, mask)
+            count += tl.sum(counts, 0)
+            positive += tl.sum(_piece(piece + POSITIVE * slot, mask) + anchors * counts, 0)
         if VALID_AT >= 0:
-            valid = _piece(piece + VALID * slot, mask)
-            everything = _piece(piece + EVERYTHING * slot, mask) + anchors * valid
-            _add(at + VALID_AT * step, tl.sum(valid, 0), here)
-            _add(at + EVERYTHING_AT * step, tl.sum(everything, 0), here)
-        if BEST_AT >= 0:
-            _raise(at + BEST_AT * step, peak, here)
+            valids = _piece(piece + VALID * slot, mask)
+            valid += tl.sum(valids, 0)
+            everything += tl.sum(_piece(piece + EVERYTHING * slot, mask) + anchors * valids, 0)
         if BEST_POSITIVE_AT >= 0:
-            best = tl.load(piece + BEST_SLOT * slot, mask=mask, other=LOWEST)
-            _raise(at + BEST_POSITIVE_AT * step, tl.max(best, 0), here)
+            bests = tl.load(piece + BEST_SLOT * slot, mask=mask, other=LOWEST)
+            best_positive = tl.maximum(best_positive, tl.max(bests, 0).to(tl.float64))
+    _write(at, SHIFT_AT, step, here, shift)
+    _write(at, TOTAL_AT, step, here, total)
+    _write(at, POSITIVE_AT, step, here, positive)
+    _write(at, COUNT_AT, step, here, count)
+    _write(at, EVERYTHING_AT, step, here, everything)
+    _write(at, VALID_AT, step, here, valid)
+    _write(at, BEST_AT, step, here, best)
+    _write(at, BEST_POSITIVE_AT, step, here, best_positive)
 
 
 @triton.jit
@@ -459,13 +468,17 @@ def _piece(at, mask):
 
 
 @triton.jit
-def _add(at, value, mask):
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + value, mask=mask)
+def _read(at, FIELD: tl.constexpr, step, mask, nothing):
+    if FIELD >= 0:
+        return tl.load(at + FIELD * step, mask=mask, other=0.0)
+    else:
+        return nothing
 
 
 @triton.jit
-def _raise(at, value, mask):
-    tl.store(at, tl.maximum(tl.load(at, mask=mask, other=0.0), value.to(tl.float64)), mask=mask)
+def _write(at, FIELD: tl.constexpr, step, mask, value):
+    if FIELD >= 0:
+        tl.store(at + FIELD * step, value, mask=mask)
 
 
 # ---- backward

@@ -55,8 +55,8 @@ DEFAULTS = {
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_100": {
-        "half": Settings(128, 128, 64, 8, parts=8, warps=8, stages=3),
-        "tf32": Settings(128, 128, 32, 8, parts=8, warps=8, stages=3),
+        "half": Settings(128, 128, 64, 8, parts=16, warps=8, stages=3),
+        "tf32": Settings(128, 128, 32, 8, parts=16, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "gfx942": {
@@ -99,9 +99,11 @@ def _relative(architecture: str) -> str:
 # ---- timing
 
 
-def autotunes(shape: tuple[int, int]) -> bool:
-    """Whether tiles of this shape are timed."""
-    return os.environ.get(AUTOTUNE, "") not in ("", "0") and min(shape) >= SMALLEST_TUNED
+def autotunes() -> bool:
+    word = os.environ.get(AUTOTUNE, "") or "0"
+    if word not in ("0", "1"):
+        raise ValueError(f"megabatch: {AUTOTUNE} must be 0 or 1, got {word!r}.")
+    return word == "1"
 
 
 def variants(settings: Settings) -> list[Settings]:
@@ -127,7 +129,7 @@ class Tuning:
 
     def known(self, key: str) -> Settings | None:
         if key not in self._found:
-            self._found |= self._read()
+            self._found = self._read() | self._found
         return self._found.get(key)
 
     def search(self, key: str, candidates: list[Settings], time: Callable[[Settings], float | None]) -> Settings:
@@ -145,15 +147,23 @@ class Tuning:
             stored = json.loads(self.path.read_bytes())
         except (OSError, ValueError):
             return {}
-        names = {member.name for member in fields(Settings)}
         entries = stored.items() if isinstance(stored, dict) else ()
-        return {key: Settings(**entry) for key, entry in entries if isinstance(entry, dict) and entry.keys() == names}
+        return {key: Settings(**entry) for key, entry in entries if _can_be(entry)}
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
             json.dump({key: asdict(settings) for key, settings in self._found.items()}, file, indent=1)
         os.replace(file.name, self.path)
+
+
+def _can_be(entry: object) -> bool:
+    """Whether these are settings."""
+    if not isinstance(entry, dict) or entry.keys() != {member.name for member in fields(Settings)}:
+        return False
+    sides = [entry[name] for name in ("rows", "columns", "width", "parts", "warps")]
+    powers = all(type(side) is int and side > 0 and side & (side - 1) == 0 for side in sides)
+    return powers and all(type(entry[name]) is int and entry[name] > 0 for name in ("band", "stages"))
 
 
 def _cache_folder() -> Path:

@@ -26,7 +26,7 @@ from ..backends.triton_settings import AUTOTUNE
 from ..losses import spec as specs
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
-from ..losses.state import State, fields
+from ..losses.state import State, fields, remembered
 from . import machine_code
 from .machine_code import Figures
 from .targets import TARGETS, Target
@@ -277,9 +277,7 @@ def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[t
 def _tile(variant: Variant, dtype: torch.dtype, width: int) -> Tile:
     height, side = Triton.sides(width, 1)
     spec = variant.spec
-    # A backward finds what `engine.remembered_fields` names.
-    remembered = ("shift", "total", "count", "valid") if spec.smoothing else ("shift", "total", "count")
-    names = remembered if variant.action.startswith("push") else fields(spec, variant.stats)
+    names = remembered(spec) if variant.action.startswith("push") else fields(spec, variant.stats)
     pulled = variant.action.startswith("push") or (spec.link == "sigmoid" and variant.action == "fold keeping")
     within = (0, height) if variant.targets else (2 * side, 2 * side + height)
 

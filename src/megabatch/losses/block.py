@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .spec import Spec
 from .state import State
 
 _NOTHING = torch.empty(0)
@@ -77,6 +78,10 @@ class Tile:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
+
+    def folds_columns(self, spec: Spec) -> bool:
+        """Whether this tile is added to the statistics of its columns, of a loss over distributions."""
+        return spec.columns or (spec.symmetric and not self.diagonal)
 
     @property
     def may_hold_targets(self) -> bool:

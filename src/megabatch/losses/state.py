@@ -34,6 +34,13 @@ def fields(spec: Spec, stats: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
+def remembered(spec: Spec) -> tuple[str, ...]:
+    """Those that a backward walk must know."""
+    if spec.link == "sigmoid":
+        return ()
+    return ("shift", "total", "count", "valid") if spec.smoothing else ("shift", "total", "count")
+
+
 class State:
     """A table of fields by rows; `state["total"]` is a view of one field, `cut` a view of some rows."""
 

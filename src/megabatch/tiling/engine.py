@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..losses.block import Block, Tile
-from ..losses.spec import Spec
-from ..losses.state import State, fields
+from ..losses.state import State, fields, remembered
 from .call import Call, Inputs
 from .job import Job, attach
 from .plan import Plan
@@ -27,7 +26,7 @@ class Outputs(NamedTuple):
     Attributes:
         value: The loss: 0-d, or one per row.
         stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
-        rows, columns: What a backward walk must know of every row and column: `remembered_fields`.
+        rows, columns: What a backward walk must know of every row and column: `remembered`.
         scalars: Gradients of scale and bias, where the forward walk computed them, then `Remembered`.
         kept: The features' gradients, or the logits that the plan keeps for a backward walk.
     """
@@ -112,7 +111,8 @@ def _fold(job: Job) -> Tensor:
     tiles = (tile for strip in job.strips(carried=_carried(job)) for tile in strip)
     for index, tile in enumerate(tiles):
         job.backend.fold(tile, slots[index] if index < len(slots) else None)
-    kept[: len(slots)] = kept.new_tensor([slot.mark for slot in slots])
+    if slots:
+        kept[-len(slots) :] = kept.new_tensor([slot.mark for slot in slots])
     return kept
 
 
@@ -171,7 +171,7 @@ def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> 
     if plan.passes == 1:
         return _multiplied(inputs, call, upstream, outputs)
     job = Job(inputs, call, plan, upstream, forward)
-    names = remembered_fields(job.spec)
+    names = remembered(job.spec)
     rows = State(names, outputs.rows)
     _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
     _push(job, outputs.kept)
@@ -308,14 +308,8 @@ def _statistics(job: Job, rows: State, columns: State) -> list[Tensor]:
 # ---- what the backward must know of a row
 
 
-def remembered_fields(spec: Spec) -> tuple[str, ...]:
-    if spec.link == "sigmoid":
-        return ()
-    return ("shift", "total", "count", "valid") if spec.smoothing else ("shift", "total", "count")
-
-
 def _remember(job: Job, state: State) -> Tensor:
-    names = remembered_fields(job.spec)
+    names = remembered(job.spec)
     if job.plan.passes == 1 or not names:  # nobody will ask
         return state.table.new_zeros(len(names), state.table.shape[1] if names else 0)
     state.settle(job.spec)

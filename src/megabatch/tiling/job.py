@@ -14,7 +14,7 @@ from ..losses.block import Block, Tile
 from ..losses.state import State
 from .call import Call, Inputs
 from .meeting import Meeting
-from .plan import Plan, Shape, make_plan
+from .plan import Plan, Shape, make_plan, slot_size
 from .values import compute_dtype, inverse_lengths
 from .visitors import Visitors
 from .walk import walk
@@ -199,7 +199,7 @@ class Job:
 
     def new_slots(self) -> tuple[Tensor, list[Kept]]:
         """Memory for the tiles that the plan keeps, as one tensor and as its parts."""
-        size = self.plan.kept * (self.plan.rows * self.plan.columns + 1)
+        size = self.plan.kept * slot_size(self.plan.rows, self.plan.columns)
         if self.plan.passes == 1:
             memory = borrow("slots", size, self.compute, self.device)[:size]
         else:
@@ -207,11 +207,11 @@ class Job:
         return memory, self.slots(memory)
 
     def slots(self, memory: Tensor) -> list[Kept]:
-        """The parts: first a mark for every tile, then the tiles."""
+        """The parts: first the tiles, whose memory is aligned, then a mark for each."""
         count = self.plan.kept
         if count == 0:
             return []
-        marks, tiles = memory[:count].tolist(), memory[count:].view(count, -1)
+        marks, tiles = memory[-count:].tolist(), memory[:-count].view(count, -1)
         return [Kept(buffer, mark) for buffer, mark in zip(tiles, marks, strict=True)]
 
     def attach_gradients(self) -> None:

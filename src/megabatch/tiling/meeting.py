@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.backend import Backend
+from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
 from ..distributed.collectives import Facts, Ranks, first_difference, kind_of
@@ -83,7 +83,9 @@ class Meeting:
         self.guests = [mine]
         if call.group:
             options = _options(inputs, call) | {"the order of backwards": f"that of loss {forward}"}
-            options["the backend"] = self.backend.name  # another one rounds in another way, or sums elsewhere
+            # Others round in another way, or add up the scale's gradient elsewhere.
+            options["the backend"] = self.backend.name
+            options["the precision of float32 products"] = float32_precision(inputs.first.device)
             self.guests = [_guest_from(own) for own in self.ranks.agree(options, vars(mine), error)]
             self._check_together()
         elif error is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..losses.state import remembered
 from . import engine
 from .call import Call, Inputs
 
@@ -42,7 +43,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_rows = first.shape[0]
     if spec.symmetric and inputs.second is not None:
         num_rows = num_rows + inputs.second.shape[0]
-    fields = len(engine.remembered_fields(spec))
+    fields = len(remembered(spec))
     kept = torch.library.get_ctx().new_dynamic_size()
     outputs = engine.Outputs(
         value=first.new_empty((num_rows,) if call.reduction == "none" else (), dtype=compute),

@@ -60,7 +60,7 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
     """`one_pass`: the forward walk may compute the gradients, if a strip of useful height fits the budget."""
     budget = shape.backend.default_budget if call.memory_budget is None else call.memory_budget
     rows, columns = _sides(call, shape, budget)
-    spec, total_columns = call.spec, sum(shape.columns)
+    spec = call.spec
     if one_pass and spec.link == "sigmoid":
         return Plan(rows, columns, passes=1, kept=1)
     if one_pass and spec.two_sided:
@@ -70,23 +70,36 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
         if whole and _small(shape) and memory <= budget:
             return Plan(rows, columns, passes=1, kept=tiles)
     elif one_pass:
-        spare = budget - working_bytes(call, shape, rows, columns)
-        height = min(rows, spare // (shape.element * total_columns))
-        wanted = min(rows, shape.backend.useful_height)
-        if call.tile is not None:
-            height = rows if height >= rows else 0
-        if height >= wanted:
+        wanted = rows if call.tile is not None else min(rows, shape.backend.useful_height)
+        height = _strip_height(call, shape, budget, rows, columns, wanted)
+        if height:
             return Plan(height, columns, passes=1, kept=sum(-(-block // columns) for block in shape.columns))
     kept = 0
     if call.memory_budget is not None and any(call.needs):
         spare = budget - working_bytes(call, shape, rows, columns)
-        kept = min(spare // ((rows * columns + 1) * shape.element), _num_tiles(call, shape, rows, columns))
+        kept = min(spare // (slot_size(rows, columns) * shape.element), _num_tiles(call, shape, rows, columns))
     return Plan(rows, columns, passes=2, kept=kept)
+
+
+def _strip_height(call: Call, shape: Shape, budget: int, highest: int, columns: int, wanted: int) -> int:
+    """Of a strip of rows whose logits are all kept within the budget; 0 where it would be lower than wanted."""
+    for height in range(highest, wanted - 1, -16):
+        tiles = sum(-(-block // columns) for block in shape.columns)
+        if working_bytes(call, shape, height, columns) + tiles * slot_size(height, columns) * shape.element <= budget:
+            return height
+    return 0
+
+
+def slot_size(rows: int, columns: int) -> int:
+    """Numbers of a tile that is kept, in whole cache lines, and a mark."""
+    return -(-rows * columns // 16) * 16 + 1
 
 
 def working_bytes(call: Call, shape: Shape, rows: int, columns: int) -> int:
     """What is held while one tile is worked on."""
     copies = (rows + columns) * shape.width * shape.element if shape.copied else 0
+    if shape.operand != shape.element:  # a product of halves is made before it is added to a gradient
+        copies += max(rows, columns) * shape.width * shape.element
     return shape.backend.tile_bytes(call.spec, rows, columns, shape.element, shape.operand, shape.products) + copies
 
 
