@@ -13,6 +13,7 @@ from torch import Tensor
 import megabatch
 from megabatch import reference
 from megabatch.distributed import collectives
+from megabatch.tiling import meeting
 
 from .ranks import Pool
 
@@ -86,6 +87,12 @@ def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
         # The messages of the handshake have to travel all the same.
         patch.setattr(collectives.Ranks, "_gather", partialmethod(_gather_anyway, collectives.Ranks._gather))
         patch.setattr(collectives.Ranks, "_devices", lambda ranks: ["mtia"])
+        call("clip_loss", group)
+
+
+def _with_another_precision(odd: bool, group: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "float32_precision", lambda device: "tf32" if odd else "ieee")
         call("clip_loss", group)
 
 
@@ -181,6 +188,9 @@ MISUSES = {
         lambda odd, group: call(
             "clip_loss", group, pair(True, dtype=torch.float32), backend="triton" if odd else "eager"
         ),
+    ),
+    "another precision of float32 products on one rank": Misuse(
+        ValueError, ("the precision of float32 products must be the same", "tf32", "ieee"), _with_another_precision
     ),
     "a budget that is too small on one rank": Misuse(
         ValueError,

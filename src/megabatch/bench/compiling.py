@@ -56,6 +56,7 @@ class Variant:
     Attributes:
         action: "fold", "fold keeping" (what the backward will need is kept), "push", "push kept" or "scores".
         targets: The tile may hold positives by position, as those on the diagonal of a batch of pairs do.
+        frozen: No features get a gradient, so no slope is written.
     """
 
     loss: str
@@ -66,6 +67,7 @@ class Variant:
     normalize: bool = False
     targets: bool = True
     diagonal: bool = False
+    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -77,6 +79,7 @@ class Variant:
             "normalize": self.normalize,
             "no targets": spec.targets and not self.targets,
             "diagonal": self.diagonal,
+            "frozen": self.frozen,
         }
         return ", ".join([f"{self.loss} {self.action}", *(words for words, said in options.items() if said)])
 
@@ -108,10 +111,15 @@ VARIANTS = {
         Variant("clip", "push", **_HEAVIEST),
         Variant("clip", "push", normalize=True),
         Variant("clip", "push", **_HEAVIEST, normalize=True),
+        Variant("clip", "push", frozen=True),
         Variant("clip", "push kept"),
         Variant("clip", "push kept", **_HEAVIEST),
         Variant("info_nce", "fold"),
         Variant("info_nce", "fold", **_HEAVIEST),
+        Variant("info_nce", "fold keeping"),
+        Variant("info_nce", "fold keeping", **_HEAVIEST, stats=True, normalize=True),
+        Variant("info_nce", "push kept"),
+        Variant("info_nce", "push kept", **_HEAVIEST),
         Variant("info_nce", "push"),
         Variant("info_nce", "push", **_HEAVIEST),
         Variant("siglip", "fold"),
@@ -120,11 +128,14 @@ VARIANTS = {
         Variant("siglip", "fold keeping", targets=False),
         Variant("siglip", "fold keeping", same="mask"),
         Variant("siglip", "fold keeping", same="positive", stats=True, normalize=True),
+        Variant("siglip", "push kept"),
         Variant("siglip", "push"),
         Variant("siglip", "push", same="positive", normalize=True),
         Variant("nt_xent", "fold"),
         Variant("nt_xent", "fold", diagonal=True),
         Variant("nt_xent", "fold", same="mask", diagonal=True),
+        Variant("nt_xent", "fold keeping", diagonal=True),
+        Variant("nt_xent", "push kept", diagonal=True),
         Variant("nt_xent", "push"),
         Variant("nt_xent", "push", diagonal=True),
         Variant("supcon", "fold"),
@@ -291,7 +302,7 @@ def _tile(variant: Variant, dtype: torch.dtype, width: int) -> Tile:
             inverse_norm=torch.empty(length) if variant.normalize else None,
             state=State(names, torch.empty(len(names), length, dtype=torch.float64)),
             pull=torch.empty(length if pulled else 0, dtype=torch.float64),
-            grad=torch.empty(length, width),
+            grad=None if variant.frozen else torch.empty(length, width),
         )
 
     rows = block(0, height)

@@ -137,9 +137,12 @@ def of_ranks(loss: str, per_row: Tensor, sizes: list[int]) -> list[Tensor]:
     return [torch.cat(views) for views in zip(first, second, strict=True)]
 
 
-def cases(loss: str, quick: bool) -> Iterator[Case]:
-    """Odd sizes, and tiles so small that several are walked. `quick`: the fewest and smallest that reach everything."""
-    rows, width, tile = (37, 24, 16) if quick else (193, 72, 64)
+def cases(loss: str, quick: bool, few: bool = False) -> Iterator[Case]:
+    """Odd sizes, and tiles so small that several are walked, and so large that a kernel has several blocks of them.
+
+    `few`: those that reach everything; `quick`: so, and the smallest.
+    """
+    rows, width, tile = (37, 24, 16) if quick else (293, 72, 160)
     smooth = {} if loss == "siglip_loss" else {"label_smoothing": 0.1}
     ids = () if loss == "supcon_loss" else ("ids",)
     bias = ("logit_bias",) if loss == "clip_loss" else ()
@@ -166,7 +169,7 @@ def cases(loss: str, quick: bool) -> Iterator[Case]:
         absent=True,
     )
     yield Case(loss, "fitted, scale 100", rows + 2, width, (), tiles, fitted=True)
-    if quick:
+    if quick or few:
         return
     yield Case(loss, "one tile, summed", rows - 8, width, ("weight",), {**smooth, "reduction": "sum"})
     yield Case(loss, "logits kept", 2 * rows, width, extras[1:], {"tile": 2 * tile, "memory_budget": "64MiB"})

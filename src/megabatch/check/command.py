@@ -209,7 +209,8 @@ class Check:
             if function in RETRIEVAL:
                 found += compare_retrieval(function, dtype, ways, self.world, alone)
             else:
-                for case in cases(function, quick=self.options.quick or self.interpreted):
+                # Every other option is another kernel to compile.
+                for case in cases(function, self.options.quick or self.interpreted, few="triton" in able):
                     found += compare_loss(case, dtype, ways, self.world, alone)
         return found
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # How long a rank waits for another inside a call: it may be compiling kernels. And outside, for one that still waits.
-PATIENCE, LONGER = timedelta(minutes=2), timedelta(minutes=10)
+PATIENCE, LONGER = timedelta(minutes=5), timedelta(minutes=30)
 
 
 @dataclass
