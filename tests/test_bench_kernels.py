@@ -9,6 +9,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -72,12 +73,12 @@ def compiled(figures: Figures | None = FITS, variant: str = "clip fold", **chang
 
 # ---- what is compiled
 
-BFLOAT16 = ["clip fold", "clip push", "siglip fold keeping", "clip fold, ids positive, smoothing"]
+# What every step of clip_loss launches, for every target; everything else for one of them, in one of the dtypes.
+COMMON = ["clip fold", "clip push"]
+OTHERS = [name for name in VARIANTS if name not in COMMON]
 SUBSET = [
-    *((target, "bfloat16", variant) for target in TARGETS for variant in BFLOAT16),
-    *((target, dtype, "clip push") for target in ("sm_80", "sm_90", "gfx942") for dtype in ("float16", "tf32")),
-    *((target, "float32", "clip push") for target in ("sm_80", "gfx942")),
-    ("sm_80", "float32", "clip fold"),
+    *((target, "bfloat16", variant) for target in TARGETS for variant in COMMON),
+    *zip(cycle(TARGETS), cycle(["bfloat16", "float16", "tf32", "float32"]), OTHERS, strict=False),
 ]
 
 
@@ -101,7 +102,7 @@ def test_kernels_fit_the_gpus_at_their_default_settings(subset):
         assert (figures.spills, figures.stack) == (0, 0)
         assert figures.shared <= target.shared_per_block
         assert one.resident() >= 1
-        if one.kernel == "tile" and one.dtype in compiling.HALVES:
+        if one.kernel == "tile" and one.dtype in compiling.HALVES and VARIANTS[one.variant].multiplies:
             assert [opcode.startswith(target.matrix) for opcode in figures.matrix] == [True]
 
 
@@ -115,8 +116,11 @@ def test_a_fold_merges_rows_and_columns(subset):
 @needs_triton
 def test_widths_share_a_binary_and_dtypes_do_not(subset):
     tiles = [one for one in subset if one.kernel == "tile"]
-    assert len({one.binary for one in tiles}) == len(SUBSET)
     assert len(tiles) == 3 * len(SUBSET)
+    for job in SUBSET:
+        assert len({one.binary for one in tiles if (one.target, one.dtype, one.variant) == job}) == 1
+    common = {one.binary for one in tiles if one.variant in COMMON and one.dtype == "bfloat16"}
+    assert len(common) == 2 * len(TARGETS)
 
 
 @needs_triton
@@ -137,7 +141,8 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
         assert bool(merges) == ("fold" in name)
         assert arguments["FOLD"] == ("fold" in name)
         assert arguments["PUSH"] == ("push" in name or name.startswith("siglip fold keeping"))
-        assert arguments["KEEP"] == ("scores" in name or name.startswith("clip fold keeping"))
+        assert arguments["KEEP"] == ("scores" in name or ("fold keeping" in name and not name.startswith("siglip")))
+        assert (arguments["LIFT"] != 0) == (arguments["PUSH"] and "frozen" not in name)
         assert arguments["TARGETS"] == ("no targets" not in name and "supcon" not in name)
         for word, argument in {"stats": "STATS", "smoothing": "SMOOTHING"}.items():
             assert arguments[argument] == (word in name)

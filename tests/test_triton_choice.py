@@ -27,6 +27,9 @@ from megabatch.backends.triton_settings import (
     precision,
     variants,
 )
+from megabatch.losses import spec as specs
+from megabatch.tiling.call import Call, Needs
+from megabatch.tiling.plan import Plan, Shape, make_plan, slot_size, working_bytes
 
 from .test_losses import LOSSES, gradients, make_inputs
 from .test_structure import loaded_by
@@ -507,3 +510,43 @@ def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_where_nothing_fits_the_defaults_are_left(tmp_path: Path) -> None:
     tuning = Tuning(tmp_path / "tuning.json")
     assert tuning.search("key", CANDIDATES, lambda settings: None) == CANDIDATES[0]
+
+
+# ---- the plan
+
+
+def planned(spec: specs.Spec, num_rows: int, width: int, budget: int | None = None) -> tuple[Plan, int]:
+    """Of half features on a GPU, with the bytes that it takes."""
+    call = Call("a_loss", spec, Needs(True, True, scale=True), memory_budget=budget)
+    shape = Shape((num_rows,), (num_rows,), (), width, 4, 2, False, True, Triton, 2)
+    plan = make_plan(call, shape, one_pass=True)
+    kept = plan.kept * slot_size(plan.rows, plan.columns) * 4
+    return plan, working_bytes(call, shape, plan.rows, plan.columns) + kept
+
+
+@pytest.mark.parametrize("spec", [specs.clip("ignore", 0.0), specs.nt_xent("mask", 0.1)], ids=str)
+def test_tiles_of_a_gpu_are_large(spec: specs.Spec) -> None:
+    plan, _ = planned(spec, 65536, 768)
+    assert plan.rows >= 4096
+    assert plan.columns >= 4096
+
+
+@pytest.mark.parametrize("num_rows", [4096, 16384, 32768])
+def test_queries_take_one_walk_where_a_strip_of_useful_height_fits(num_rows: int) -> None:
+    plan, _ = planned(specs.info_nce("ignore", 0.0), num_rows, 768)
+    assert plan.passes == 1
+    assert plan.rows >= 1024
+
+
+@pytest.mark.parametrize("budget", [None, 2**23, 2**26, 2**30])
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+@pytest.mark.parametrize(
+    "spec", [specs.clip("ignore", 0.0), specs.info_nce("mask", 0.0), specs.nt_xent("ignore", 0.0)], ids=str
+)
+def test_a_plan_for_a_gpu_keeps_to_its_budget(spec: specs.Spec, width: int, budget: int | None) -> None:
+    for num_rows in (300, 5000, 40000):
+        plan, taken = planned(spec, num_rows, width, budget)
+        assert taken <= (budget or Triton.default_budget)
+        # A product of halves, before it is added to a gradient; the slope.
+        least = 4 * max(plan.rows, plan.columns) * width + 2 * plan.rows * plan.columns
+        assert taken >= least
