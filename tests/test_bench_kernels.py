@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.backends.triton_settings import defaults
+from megabatch.backends.triton_settings import ELEMENTWISE, defaults
 from megabatch.bench import compiling, kernels, machine_code, roofline
 from megabatch.bench.__main__ import main
 from megabatch.bench.compiling import VARIANTS, Compiled
@@ -135,8 +135,9 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
             assert arguments["x"].shape == (8192, 768)
             assert arguments["x"].dtype == torch.float16
             assert (arguments["x_norm"] is not None) == ("normalize" in name)
-        assert arguments["num_warps"] == defaults("sm_90", "half").warps
-        assert arguments["BLOCK_WIDTH"] == defaults("sm_90", "half").width
+        settings = ELEMENTWISE if arguments["GIVEN"] else defaults("sm_90", "half")
+        assert arguments["num_warps"] == settings.warps
+        assert arguments["BLOCK_WIDTH"] == settings.width
         assert arguments["EVEN_WIDTH"]
         assert bool(merges) == ("fold" in name)
         assert arguments["FOLD"] == ("fold" in name)

@@ -23,6 +23,7 @@ from ..losses.spec import Spec
 from ..losses.state import State
 from .backend import MIB, Backend, Kept, float32_precision, products_of_halves, shaped
 from .triton_settings import (
+    ELEMENTWISE,
     SMALLEST_TUNED,
     Settings,
     Tuning,
@@ -176,7 +177,8 @@ class Triton(Backend):
         needed = tile.rows.grad is not None or tile.columns.grad is not None
         slope = self._new_slope(tile) if needed else None
         products = None if kept is None else shaped(kept.buffer, tile.shape)
-        self._run(tile, self._settings_for(tile), push=True, products=products, given=kept is not None, slope=slope)
+        settings = self._settings_for(tile) if kept is None else ELEMENTWISE
+        self._run(tile, settings, push=True, products=products, given=kept is not None, slope=slope)
         return slope
 
     def scores(self, tile: Tile) -> Tensor:

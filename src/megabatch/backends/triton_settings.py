@@ -69,6 +69,10 @@ DEFAULTS = {
 }
 
 
+# Where products are read, rather than formed: nothing is used twice, so small blocks do.
+ELEMENTWISE = Settings(64, 64, 16, 8, parts=1, warps=4, stages=1)
+
+
 def precision(wanted: str, architecture: str) -> str:
     """How float32 is multiplied: of AMD's, only one has units for tf32."""
     return "ieee" if architecture.startswith("gfx") and architecture != "gfx942" else wanted
