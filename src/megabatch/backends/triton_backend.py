@@ -335,7 +335,7 @@ class Triton(Backend):
             "LINK": self.spec.link,
             "BEST_SLOT": 4 + 2 * bool(self.spec.smoothing),
             **{f"{name.upper()}_AT": position for name, position in at.items()},
-            "BLOCKS": 32,
+            "BLOCKS": 16,
             "BLOCK": 32,
             "num_warps": 4,
         }
