@@ -95,9 +95,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """ "auto" takes the kernels, and some are launched: for tests of other files."""
     launched = []
 
-    def launch(self: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def launch(self: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
         launched.append(kernel)
-        original(self, kernel, programs, arguments)
+        original(self, kernel, programs, arguments, **how)
 
     original = Triton._launch
     monkeypatch.setattr(Triton, "suits", staticmethod(lambda device: True))
@@ -595,9 +595,9 @@ def test_slopes_begin_where_stores_are_aligned(
 ) -> None:
     slopes = []
 
-    def launch(self: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def launch(self: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
         slopes.extend([arguments["slope"]] if arguments.get("slope") is not None else [])
-        original(self, kernel, programs, arguments)
+        original(self, kernel, programs, arguments, **how)
 
     original = Triton._launch
     monkeypatch.setattr(Triton, "_launch", launch)

@@ -141,7 +141,7 @@ def test_auto_takes_eager_on_other_devices(a_gpu: Callable[..., None], kind: str
 
 @interpreted
 def test_auto_takes_eager_on_the_cpu_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **how: object) -> None:
         raise AssertionError("a kernel was launched")
 
     monkeypatch.setattr(Triton, "_launch", refuse)
@@ -164,7 +164,7 @@ def test_a_refusal_lists_every_reason(a_gpu: Callable[..., None], monkeypatch: p
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert refusal("triton", CUDA, torch.float64) == (
         "clip_loss: backend 'triton' cannot run this call:\n"
-        "  triton is not installed. Install it with pip install 'megabatch[triton]'.\n"
+        "  triton is not installed. Install it with pip install triton.\n"
         "  the GPU has compute capability 7.5. It needs 8.0 or newer.\n"
         "  the features are float64. Its kernels compute in float32.\n"
         "Pass backend='auto' to let the library choose."
@@ -319,7 +319,7 @@ class Bench:
         self.timed.append(settings)
         return 1.0 if self.timed[-1] == self.best else 2.0
 
-    def launch(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def launch(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
         if "BLOCK_WIDTH" in arguments:
             names = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "BAND", "PARTS", "num_warps", "num_stages")
             self.launched.append(Settings(*(arguments[name] for name in names)))
@@ -328,7 +328,7 @@ class Bench:
 
                 self.timed.append(self.launched.pop())
                 raise OutOfResources(300_000, 200_000, "shared memory")
-        self.original(backend, kernel, programs, arguments)
+        self.original(backend, kernel, programs, arguments, **how)
 
     original = staticmethod(Triton._launch)
 
@@ -345,8 +345,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     made = Bench(BEST)
     monkeypatch.setattr(testing, "do_bench", made.do_bench)
 
-    def launch(backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        made.launch(backend, kernel, programs, arguments)
+    def launch(backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
+        made.launch(backend, kernel, programs, arguments, **how)
 
     monkeypatch.setattr(Triton, "_launch", launch)
     monkeypatch.setattr(triton_backend, "variants", lambda settings: CANDIDATES)

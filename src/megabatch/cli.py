@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser("megabatch", description="Contrastive learning at any batch size.")
     parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if words[:1] == [name]:

@@ -55,8 +55,8 @@ DEFAULTS = {
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "sm_100": {
-        "half": Settings(128, 64, 64, 8, parts=2, warps=8, stages=3),
-        "tf32": Settings(128, 64, 32, 8, parts=2, warps=8, stages=3),
+        "half": Settings(128, 64, 64, 8, parts=4, warps=8, stages=3),
+        "tf32": Settings(128, 64, 32, 8, parts=4, warps=8, stages=3),
         "ieee": Settings(64, 64, 16, 8, parts=4, warps=8, stages=3),
     },
     "gfx942": {

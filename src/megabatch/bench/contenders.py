@@ -96,8 +96,8 @@ def open_clip(case: Case) -> Step:
     return step_of(module.ClipLoss() if case.loss == "clip" else module.SigLipLoss())
 
 
-def ours_eager(case: Case) -> Step:
-    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, backend="eager"))
+def ours_by(backend: str, case: Case) -> Step:
+    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, backend=backend))
 
 
 def inf_cl(case: Case) -> Step:
@@ -205,7 +205,8 @@ CONTENDERS = {
 ON_GPU = {
     contender.name: contender
     for contender in (
-        Contender("eager", "megabatch, eager", ours_eager, ours=True),
+        Contender("triton", "megabatch, triton", partial(ours_by, "triton"), ours=True),
+        Contender("eager", "megabatch, eager", partial(ours_by, "eager"), ours=True),
         Contender("inf_cl", "inf_cl cal_flash_loss", inf_cl, ("clip",), multiple=64),
     )
 }

@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
 def _problem(options: argparse.Namespace) -> str:
     """Why nothing can be compiled."""
     if importlib.util.find_spec("triton") is None:
-        return "bench kernels: triton must be installed, got none. Install it with pip install 'megabatch[triton]'."
+        return "bench kernels: triton must be installed, got none. Install it with pip install triton."
     if min(options.widths) < 1:
         return f"bench kernels: --widths must be positive, got {min(options.widths)}. Name widths of features."
     if options.processes < 1:

@@ -109,15 +109,16 @@ class Check:
         self.notes: list[str] = []
 
     def run(self) -> int:
-        if self.options.json and self.world.rank == 0:  # a path that cannot be written to shows now
-            self.options.json.parent.mkdir(parents=True, exist_ok=True)
-            self.options.json.touch()
+        if problem := self._json_problem():
+            self._say(problem)
+            return 2
         self.reasons = self._reasons()
         self.interpreted = self._interpreted()
         machine = report.machine(self.world, self.interpreted)
         self._say(report.describe(machine))
         refused = self._refused()
-        self._exactness()
+        if any(not reason for reason in self.reasons.values()):
+            self._exactness()
         if all(found.ok for found in self.comparisons) and not refused:
             self._speed()
         else:
@@ -127,6 +128,20 @@ class Check:
         self._say(f"megabatch check: {verdict}")
         self.world.wait()  # torchrun ends the others when one has failed
         return 0 if verdict.startswith("OK") else 1
+
+    def _json_problem(self) -> str:
+        """Why the file cannot be written, which should show now; "" if it can."""
+        problem = ""
+        if self.options.json and self.world.rank == 0:
+            try:
+                self.options.json.parent.mkdir(parents=True, exist_ok=True)
+                self.options.json.touch()
+            except OSError as error:
+                problem = (
+                    f"megabatch check: --json must be a path that can be written to, got {self.options.json}: {error}"
+                )
+        said: str = self.world.gather(problem)[0]
+        return said
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:
@@ -153,7 +168,8 @@ class Check:
         return self.reasons[f"{function if function in RETRIEVAL else LOSSES[0]} {backend} {dtype}"]
 
     def _interpreted(self) -> bool:
-        wanted = os.environ.get("TRITON_INTERPRET") == "1" and "triton" in self.backends
+        """Kernels that run on a CPU are."""
+        wanted = self.world.device.type == "cpu" and "triton" in self.backends
         return wanted and any(not self._reason(LOSSES[0], "triton", dtype) for dtype in self.dtypes)
 
     def _refused(self) -> list[str]:
@@ -169,7 +185,8 @@ class Check:
                 without = [dtype for dtype in reasons if reasons[dtype]]
                 if without:
                     where = f" in {', '.join(without)}" if len(without) < len(reasons) else ""
-                    self._note(f"{backend} not checked{where}: {' '.join(reasons[without[0]].split())}")
+                    _, *why, _ = reasons[without[0]].splitlines()
+                    self._note(f"{backend} not checked{where}: {'; '.join(map(str.strip, why))}")
         return refused
 
     # ---- exactness
@@ -224,7 +241,7 @@ class Check:
         rows, width, dtype = ON_GPU if self.world.device.type == "cuda" else ON_CPU
         dtype = dtype if dtype in self.dtypes else self.dtypes[0]
         rows, width = self.options.rows or rows, self.options.width or width
-        for contest in speed.contests(self.world, self.functions, rows, width, dtype):
+        for contest in speed.contests(self.world, self.functions, rows, width, dtype, self.options.backend):
             self.contests.append(contest)
             over = f", {self.world.size} ranks" if self.world.size > 1 else ""
             self._say(f"\nspeed and memory: {contest.case}{over}, forward and backward\n\n{contest.table}")

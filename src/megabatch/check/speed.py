@@ -20,7 +20,7 @@ from .exactness import refusal
 from .world import World
 
 LOSSES = ("clip", "siglip")
-OURS = {"megabatch", "eager", "ring", "gather"}
+OURS = {"triton", "eager", "ring", "gather"}
 DENSE = "formula"
 REPEATS, SECONDS = 3, 1.0
 
@@ -69,21 +69,24 @@ class Contest:
         return words
 
 
-def contests(world: World, functions: Sequence[str], rows: Sequence[int], width: int, dtype: str) -> Iterator[Contest]:
+def contests(
+    world: World, functions: Sequence[str], rows: Sequence[int], width: int, dtype: str, backend: str
+) -> Iterator[Contest]:
     """Those of `functions` that take part. Over ranks `rows` are those of all, and only clip_loss does."""
     for loss in LOSSES if world.size == 1 else LOSSES[:1]:
         if f"{loss}_loss" not in functions:
             continue
         for count in rows:
             case = Case(loss, count - count % world.size, width, dtype, device=str(world.device))
-            yield Contest(case, _alone(case) if world.size == 1 else _over_ranks(case, world))
+            yield Contest(case, _alone(case, backend) if world.size == 1 else _over_ranks(case, world))
 
 
-def _alone(case: Case) -> list[trial.Row]:
+def _alone(case: Case, backend: str) -> list[trial.Row]:
     device = torch.device(case.device)
     on_gpu = device.type == "cuda"
     by_kernels = on_gpu and not refusal(case.kind.function, "triton", case.dtype, device)
-    names = ["megabatch", *(["eager"] if by_kernels else []), DENSE, "open_clip", *(["inf_cl"] if on_gpu else [])]
+    ours = [backend] if backend in OURS else ["triton", "eager"] if by_kernels else ["eager"]
+    names = [*ours, DENSE, "open_clip", *(["inf_cl"] if on_gpu else [])]
     return trial.contest(case, names, REPEATS, SECONDS)
 
 
