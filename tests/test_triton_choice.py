@@ -320,7 +320,7 @@ class Bench:
         return 1.0 if self.timed[-1] == self.best else 2.0
 
     def launch(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
-        if "BLOCK_WIDTH" in arguments:
+        if "BLOCK_WIDTH" in arguments and not arguments["GIVEN"]:
             names = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "BAND", "PARTS", "num_warps", "num_stages")
             self.launched.append(Settings(*(arguments[name] for name in names)))
             if not self.fits(self.launched[-1]):
