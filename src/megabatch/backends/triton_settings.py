@@ -70,7 +70,7 @@ DEFAULTS = {
 
 
 # Where products are read, rather than formed: nothing is used twice, so small blocks do.
-ELEMENTWISE = Settings(64, 64, 16, 8, parts=1, warps=4, stages=1)
+ELEMENTWISE = Settings(32, 64, 16, 8, parts=1, warps=4, stages=1)
 
 
 def precision(wanted: str, architecture: str) -> str:
