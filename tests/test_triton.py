@@ -16,6 +16,7 @@ import megabatch
 from megabatch import reference
 from megabatch.backends import backend as backends
 from megabatch.backends import triton_backend, triton_settings, workspace
+from megabatch.backends.eager import Eager
 from megabatch.backends.triton_backend import Triton
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block, Tile
@@ -442,11 +443,15 @@ def slopes(library: Any, loss: str, inputs: dict[str, Tensor], upstream: float, 
 # Probabilities of batches of 32768, of a million, and of 50 million.
 @pytest.mark.parametrize(("depth", "tile"), [(10.5, 24), (13.9, None), (17.7, None)])
 @pytest.mark.parametrize("loss", ["clip_loss", "info_nce_loss", "siglip_loss"])
-def test_float16_keeps_the_slopes_of_large_batches(loss: str, depth: float, tile: int | None) -> None:
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_float16_keeps_the_slopes_of_large_batches(
+    loss: str, depth: float, tile: int | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Eager, "multiplies_halves", staticmethod(lambda device, normalize: True))  # as on a GPU
     bias, scale = (-depth, 2 * depth) if loss == "siglip_loss" else (0.0, depth)
     inputs, upstream = with_identity(loss, 40, scale, bias), 0.1 * torch.tensor(depth).exp().item()
     exact = slopes(reference, loss, inputs, upstream)
-    ours = slopes(megabatch, loss, inputs, upstream, backend="triton", tile=tile)
+    ours = slopes(megabatch, loss, inputs, upstream, backend=backend, tile=tile)
     negatives = ~torch.eye(40, dtype=torch.bool)
     assert (exact.abs() > 0.05).all()
     assert (ours / exact - 1)[negatives].abs().max() <= 1.1e-3  # two roundings to float16

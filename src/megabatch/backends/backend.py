@@ -16,6 +16,9 @@ from ..losses.spec import Spec
 from .workspace import borrow
 
 MIB = 2**20
+# What a slope is multiplied by before it is rounded to float16, whose smallest normal number is 6e-5: slopes are of
+# size 2 at most, and those of a batch of a million still have all their digits.
+FLOAT16_LIFT = 2.0**14
 
 
 @dataclass
@@ -121,8 +124,14 @@ class Backend(ABC):
     def slope_sums(self) -> tuple[float, float]:
         """sum(G * x.y), where it is asked for, and sum(G), for the bias, over all tiles that were pushed."""
 
-    def _add_to_gradients(self, tile: Tile, slope: Tensor, alpha: float = 1.0) -> None:
-        """The two products that follow a slope."""
+    @property
+    def lift(self) -> float:
+        """What slopes are multiplied by before they are rounded to what products take."""
+        return FLOAT16_LIFT if self.product == torch.float16 else 1.0
+
+    def _add_to_gradients(self, tile: Tile, slope: Tensor) -> None:
+        """The two products that follow a slope, which is lifted."""
+        alpha = 1 / self.lift
         if tile.rows.grad is not None:
             multiply(slope, self._operand("columns", tile.columns), out=tile.rows.grad, alpha=alpha, beta=1.0)
         if tile.columns.grad is not None and not tile.diagonal:

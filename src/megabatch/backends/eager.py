@@ -77,6 +77,8 @@ class Eager(Backend):
             total = products.mul_(slope).sum(1).sum(dtype=torch.float64).item()
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
             self.scale_sum += total / 2 if tile.diagonal else total
+        if self.lift != 1:
+            slope.mul_(self.lift)
         self._add_to_gradients(tile, slope.to(self.product))
 
     def scores(self, tile: Tile) -> Tensor:

@@ -36,9 +36,6 @@ from .triton_settings import (
 
 Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
 
-# What a slope is multiplied by before it is rounded to float16, whose smallest normal number is 6e-5: slopes are of
-# size 2 at most, and those of a batch of a million still have all their digits.
-FLOAT16_LIFT = 2.0**14
 # What the backward of a softmax knows of a row.
 REMEMBERED = ("shift", "total", "count", "valid")
 # Marks of what is kept of a tile: x.y, or already the slope.
@@ -97,15 +94,14 @@ class Triton(Backend):
     default_budget = 256 * MIB
     useful_height = 1024
 
-    def __init__(
-        self, *arguments: Any, launcher: Launcher = launch, settings: Settings | None = None, **options: Any
-    ) -> None:
-        """`launcher` and `settings` take the place of what this device would have."""
+    def __init__(self, *arguments: Any, launcher: Launcher = launch, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._launcher = launcher
         self._architecture = architecture(self.device)
-        self._settings = settings
+        self._settings: Settings | None = None
         self._precision = precision(float32_precision(self.device), self._architecture)
+        # The interpreter takes bfloat16 for the integers that it stores them in.
+        self._widens = self.product == torch.bfloat16 and _interprets()
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     @staticmethod
@@ -168,7 +164,7 @@ class Triton(Backend):
     def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
         slope = self.slope(tile, kept)
         if slope is not None:
-            self._add_to_gradients(tile, slope, alpha=1 / self._lift)
+            self._add_to_gradients(tile, slope)
 
     def slope(self, tile: Tile, kept: Kept | None = None) -> Tensor | None:
         """G times the lift, in the type that products take; None where no features need it."""
@@ -191,10 +187,6 @@ class Triton(Backend):
     def slope_sums(self) -> tuple[float, float]:
         slopes, products = self._sums.tolist()
         return products, slopes
-
-    @property
-    def _lift(self) -> float:
-        return FLOAT16_LIFT if self.product == torch.float16 else 1.0
 
     def _new_slope(self, tile: Tile) -> Tensor:
         rows, columns = tile.shape
@@ -237,7 +229,8 @@ class Triton(Backend):
 
         rows, columns, spec = tile.rows, tile.columns, self.spec
         (x, x_norm), (y, y_norm) = (
-            self._factors(side, block) for side, block in (("rows", rows), ("columns", columns))
+            (block.features, None) if given else self._factors(side, block)
+            for side, block in (("rows", rows), ("columns", columns))
         )
         down, across = _blocks(tile, settings)
         sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
@@ -249,8 +242,8 @@ class Triton(Backend):
         arguments = {
             "x": None if given else x,
             "y": None if given else y,
-            "x_norm": None if given else x_norm,
-            "y_norm": None if given else y_norm,
+            "x_norm": x_norm,
+            "y_norm": y_norm,
             "x_ids": rows.ids if ids else None,
             "y_ids": columns.ids if ids else None,
             "target": rows.target if tile.may_hold_targets else None,
@@ -292,11 +285,10 @@ class Triton(Backend):
             "SUM": sums_it,
             "BOTH": both_push or (fold is not None and fold[1] is not None),
             **{f"{name.upper()}_AT": _position(rows, name) if softmax_push else -1 for name in REMEMBERED},
-            "LIFT": self._lift if slope is not None else 0.0,
+            "LIFT": self.lift if slope is not None else 0.0,
             "EVEN_WIDTH": x.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
-            # The interpreter takes bfloat16 for the integers that it stores them in.
-            "WIDEN": self.product == torch.bfloat16 and _interprets(),
+            "WIDEN": self._widens,
             "BLOCK_ROWS": settings.rows,
             "BLOCK_COLUMNS": settings.columns,
             "BLOCK_WIDTH": settings.width,

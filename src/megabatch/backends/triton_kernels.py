@@ -64,7 +64,7 @@ def tile_kernel(
     scale,
     bias,
     smoothing,
-    # the loss, and this tile: do targets or ids matter here, may a row have positives beside its target
+    # the loss, and this tile: do ids or targets matter here, is it on the diagonal
     LINK: tl.constexpr,
     SAME: tl.constexpr,
     IDS: tl.constexpr,

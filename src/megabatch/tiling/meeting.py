@@ -61,8 +61,7 @@ class Meeting:
     """All ranks of a call.
 
     Attributes:
-        backend: Who computes the tiles; the same on all ranks, as
-        scale, bias: are.
+        backend, scale, bias: The same on all ranks.
     """
 
     def __init__(self, inputs: Inputs, call: Call, upstream: Tensor | None = None, forward: int = 0) -> None:

@@ -83,8 +83,8 @@ def make_plan(call: Call, shape: Shape, one_pass: bool) -> Plan:
 
 def _strip_height(call: Call, shape: Shape, budget: int, highest: int, columns: int, wanted: int) -> int:
     """Of a strip of rows whose logits are all kept within the budget; 0 where it would be lower than wanted."""
+    tiles = sum(-(-block // columns) for block in shape.columns)
     for height in range(highest, wanted - 1, -16):
-        tiles = sum(-(-block // columns) for block in shape.columns)
         if working_bytes(call, shape, height, columns) + tiles * slot_size(height, columns) * shape.element <= budget:
             return height
     return 0
