@@ -1,5 +1,6 @@
 """Contrastive learning at any batch size: exact losses in linear memory."""
 
+from .caching.chunked import chunked
 from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
 from .retrieval import retrieval_ranks, similarity_topk
@@ -12,6 +13,7 @@ __all__ = [
     "NTXentLoss",
     "SigLipLoss",
     "SupConLoss",
+    "chunked",
     "clip_loss",
     "info_nce_loss",
     "nt_xent_loss",

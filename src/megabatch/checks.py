@@ -196,7 +196,7 @@ def scale_of(function: str, logit_scale: float | Tensor | None, temperature: flo
         )
     if logit_scale is not None:
         if not torch.compiler.is_compiling() and isinstance(logit_scale, int | float) and 0 < logit_scale < 1:
-            _warn_once(
+            warn_once(
                 function,
                 f"{function}: logit_scale={logit_scale} is below 1 and looks like a temperature. It multiplies the "
                 f"logits; if 1 / {logit_scale} is meant, pass temperature={logit_scale}.",
@@ -211,10 +211,11 @@ def scale_of(function: str, logit_scale: float | Tensor | None, temperature: flo
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def _warn_once(function: str, message: str) -> None:
+def warn_once(function: str, message: str, stacklevel: int = 5) -> None:
+    """By default where a loss was called, in `scale_of`."""
     if function not in _WARNED:
         _WARNED.add(function)
-        warnings.warn(message, stacklevel=5)  # where the loss was called
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def tile_of(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:

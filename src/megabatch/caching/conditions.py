@@ -1,0 +1,119 @@
+"""What must be the same when a chunk runs again: randomness, autocast, and the state that modules keep in buffers."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+States = list[Tensor]
+
+
+class Randomness:
+    """torch's generators: of the CPU, and of all accelerators that take part."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if _has_generator(device)]
+
+    def states(self) -> States:
+        return [torch.get_rng_state(), *(_generator_of(d).get_rng_state(*_index(d)) for d in self._devices)]
+
+    def _set(self, states: States) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            _generator_of(device).set_rng_state(state, *_index(device))
+
+    @contextmanager
+    def replayed(self, states: States | None = None) -> Iterator[None]:
+        """From these states on, or from here; afterwards as if nothing had been drawn."""
+        before = self.states()
+        try:
+            if states is not None:
+                self._set(states)
+            yield
+        finally:
+            self._set(before)
+
+
+def _has_generator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta") and hasattr(_generator_of(device), "get_rng_state")
+
+
+def _generator_of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # which has one alone
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast as it is now, for every kind of device that takes part."""
+
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool
+
+    @classmethod
+    def now(cls, devices: Iterable[torch.device]) -> "Autocast":
+        types = sorted({"cpu", *(device.type for device in devices)})
+        kinds = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in types
+            if torch.amp.is_autocast_available(kind)
+        ]
+        return cls(tuple(kinds), torch.is_autocast_cache_enabled())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.kinds:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+            yield
+
+
+class Buffers:
+    """The buffers of an encoder's modules, to see which ones a forward writes to, and to spare those in another."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [module for root in modules for module in root.modules()]
+        self._versions = self._versions_now()
+        self._written: list[nn.Module] = []
+
+    def _versions_now(self) -> list[list[int]]:
+        return [[_version(buffer) for buffer in module._buffers.values()] for module in self._modules]
+
+    def look(self) -> None:
+        """After a forward: modules whose buffers it wrote to keep state, as BatchNorm does."""
+        now = self._versions_now()
+        self._written = [
+            m for m, before, after in zip(self._modules, self._versions, now, strict=True) if before != after
+        ]
+
+    @property
+    def written(self) -> list[nn.Module]:
+        return self._written
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """What is written to these modules' buffers is forgotten."""
+        kept = [dict(module._buffers) for module in self._written]
+        for module in self._written:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
+        try:
+            yield
+        finally:
+            for module, buffers in zip(self._written, kept, strict=True):
+                module._buffers.update(buffers)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[Any]) -> list[int]:
+    """How often each was written to; 0 for what cannot tell."""
+    return [_version(tensor) if isinstance(tensor, Tensor) else 0 for tensor in tensors]

@@ -1,0 +1,74 @@
+"""Tensors inside of tuples, lists, dicts and their relatives: BatchEncoding, ModelOutput, named tuples, dataclasses."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+Name = str | int
+Names = frozenset[Name]
+Visit = Callable[[Any, str, Names], Any]
+
+NO_NAMES: Names = frozenset()
+
+
+def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, uncut: Collection[Name] = ()) -> Any:
+    """The same structure in new containers, with `visit(leaf, path, names)` in place of every leaf.
+
+    `path` is how one would write the leaf ("inputs['input_ids']"), `names` are all words that mean it: those of the
+    containers it lies in, and its own key. Lists that go by one of the names `uncut` are leaves.
+    """
+    if isinstance(value, list | tuple) and not names.isdisjoint(uncut):
+        return visit(value, path, names)
+    if isinstance(value, Mapping):
+        items = {key: map_leaves(item, visit, f"{path}[{key!r}]", names | {key}, uncut) for key, item in value.items()}
+        return _mapping_like(value, items)
+    if isinstance(value, list | tuple):
+        listed = [map_leaves(item, visit, f"{path}[{i}]", names, uncut) for i, item in enumerate(value)]
+        return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        found = {
+            name: map_leaves(getattr(value, name), visit, f"{path}.{name}", names | {name}, uncut) for name in fields
+        }
+        return dataclasses.replace(value, **found)
+    return visit(value, path, names)
+
+
+def _mapping_like(model: Any, items: dict[Any, Any]) -> Any:
+    kind = type(model)
+    if dataclasses.is_dataclass(model):  # a ModelOutput
+        return kind(**items)
+    try:
+        return kind(items)
+    except TypeError:  # a defaultdict, say
+        made = copy.copy(model)
+        made.update(items)
+        return made
+
+
+def leaves_of(value: Any, path: str = "") -> list[Any]:
+    found: list[Any] = []
+    map_leaves(value, lambda leaf, *_: found.append(leaf), path)
+    return found
+
+
+def entries_of(value: Any) -> dict[Name, Any] | None:
+    """The outermost entries by name, None where there are none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def with_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    """The same kind of container with these entries only; fields that a dataclass must have are None."""
+    if isinstance(value, Mapping):
+        return _mapping_like(value, entries) if dataclasses.is_dataclass(value) else dict(entries)
+    if isinstance(value, list | tuple):
+        return list(entries.values()) if isinstance(value, list) else tuple(entries.values())
+    dropped = {field.name: None for field in dataclasses.fields(value) if field.name not in entries}
+    return dataclasses.replace(value, **dropped, **entries)

@@ -1,0 +1,167 @@
+"""The outputs of an encoder, chunk by chunk, written into what the whole batch would have given.
+
+A tensor whose dim 0 is the chunk's rows is a piece of one with the batch's. A tensor of one element (a learnable scale)
+and what is no tensor must be the same in every chunk, and is passed on once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .nested import Name, entries_of, leaves_of, map_leaves, with_entries
+
+TINY = 1e-30  # so that zeros are not divided by zero
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def selected(output: Any, select: Name | Sequence[Name] | None) -> Any:
+    """One output by its name or position, or the container with the named ones alone."""
+    if select is None:
+        return output
+    entries = entries_of(output)
+    names: Sequence[Name] = [select] if isinstance(select, str | int) else select
+    for name in names:
+        if entries is None or name not in entries:
+            got = f"outputs {', '.join(map(repr, entries))}" if entries else f"a single {type(output).__name__}"
+            raise ValueError(f"chunked: select must name outputs of the encoder, got {name!r} and {got}.")
+    assert entries is not None
+    if isinstance(select, str | int):
+        return entries[select]
+    return with_entries(output, {name: entries[name] for name in names})
+
+
+@dataclass
+class Output:
+    """A tensor among the outputs: of the whole batch where it has `rows`, otherwise one element."""
+
+    path: str
+    value: Tensor
+    rows: bool
+    differs: Tensor | None = None  # from another chunk's, where it is one element
+    version: int = 0
+    apart: Tensor | None = None  # how far the replay is, relative to the largest value
+
+    def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        return tensor[start:stop] if self.rows else tensor
+
+    def release(self) -> Tensor:
+        """The tensor, for the caller. What is kept of it here has no part in its graph."""
+        value, self.value = self.value, self.value.detach()
+        self.version = value._version
+        return value
+
+    def compare(self, again: Tensor, start: int, stop: int) -> None:
+        """Look at a chunk's output of the replay. What the caller has written to since cannot be compared."""
+        if not again.is_floating_point() or self.value._version != self.version or not again.numel():
+            return
+        before, now = self.part(self.value, start, stop), again.detach()
+        same = (before == now) | (before.isnan() & now.isnan())
+        distance = torch.where(same, 0, (before - now).abs()).max() / before.abs().max().clamp(min=TINY)
+        self.apart = distance if self.apart is None else torch.maximum(self.apart, distance)
+
+    def check(self, tolerance: float) -> None:
+        apart, self.apart = self.apart, None
+        if apart is not None and not bool(apart <= tolerance):
+            raise RuntimeError(
+                f"chunked: the encoder must give the same in the backward, which runs it again, as in the forward, got "
+                f"a relative difference of {apart.item():.2g} in {self.path}: its gradients would be wrong. Either its "
+                "parameters, buffers or mode (train, eval) were changed in between, or it draws random numbers that do "
+                "not come from torch's default generators."
+            )
+
+
+class Gathered:
+    """What the chunks have given so far."""
+
+    def __init__(self, rows: int, chunk_size: int) -> None:
+        self._rows, self._chunk_size = rows, chunk_size
+        self._skeleton: Any = None
+        self._plain: list[tuple[str, Any]] = []
+        self._first = True
+        self.outputs: list[Output] = []
+
+    def add(self, output: Any, start: int, stop: int) -> None:
+        found: list[tuple[str, Any]] = []
+        skeleton = map_leaves(output, lambda leaf, path, _: _emptied(found, leaf, path), "output")
+        tensors = [(path, leaf.detach()) for path, leaf in found if isinstance(leaf, Tensor)]
+        plain = [(path, leaf) for path, leaf in found if not isinstance(leaf, Tensor)]
+        if self._first:
+            self._first, self._skeleton, self._plain = False, skeleton, plain
+            self.outputs = [self._begin(path, value, stop - start) for path, value in tensors]
+        if [path for path, _ in tensors] != [output.path for output in self.outputs]:
+            raise ValueError(
+                "chunked: the encoder must return the same outputs for every chunk, got "
+                f"{[output.path for output in self.outputs]} for the first and {[path for path, _ in tensors]} for "
+                f"rows {start} to {stop}."
+            )
+        self._check_plain(plain)
+        for into, (path, value) in zip(self.outputs, tensors, strict=True):
+            if into.rows:
+                if value.shape != (stop - start, *into.value.shape[1:]):
+                    raise _not_rows(path, value, stop - start)
+                into.value[start:stop] = value
+            else:
+                differs = (into.value != value) & (into.value == into.value)  # NaN stays NaN
+                into.differs = differs if into.differs is None else into.differs | differs
+
+    def _begin(self, path: str, value: Tensor, rows: int) -> Output:
+        if value.dim() and len(value) == rows:
+            if value.shape == (1,) and self._chunk_size == 1 and self._rows > 1:
+                raise ValueError(
+                    f"chunked: {path} must tell one number per row from one for all, got shape (1,) for a chunk of one "
+                    "row. Use a chunk_size of at least 2, or leave it out by select."
+                )
+            return Output(path, value.new_empty((self._rows, *value.shape[1:])), rows=True)
+        if value.numel() == 1 and value.dim() <= 1:
+            return Output(path, value.clone(), rows=False)
+        raise _not_rows(path, value, rows)
+
+    def _check_plain(self, plain: list[tuple[str, Any]]) -> None:
+        for (path, first), (_, value) in zip(self._plain, plain, strict=True):
+            if isinstance(value, PLAIN) and (type(value) is not type(first) or value != first) and value == value:
+                raise ValueError(
+                    f"chunked: {path} must be the same for every chunk, because it is no tensor and cannot be put "
+                    f"together, got {first!r} and {value!r}. Leave it out by select."
+                )
+
+    def finish(self) -> None:
+        for output in self.outputs:
+            if output.differs is not None and bool(output.differs.any()):
+                raise ValueError(
+                    f"chunked: {output.path} must be the same for every chunk, because it is a single number, got "
+                    "different ones: it depends on the rows of the chunk (a loss, a mean). Leave it out by select."
+                )
+
+    def structure(self, tensors: Sequence[Tensor]) -> Any:
+        """As the encoder returns it, with these tensors in place of its own."""
+        following: Iterator[Tensor] = iter(tensors)
+        return map_leaves(
+            self._skeleton, lambda leaf, *_: next(following) if isinstance(leaf, Tensor) else leaf, "output"
+        )
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+
+
+def _emptied(found: list[tuple[str, Any]], leaf: Any, path: str) -> Any:
+    """Remember a leaf; stand an empty tensor in for one, so that what is kept of a chunk holds none of its memory."""
+    if not isinstance(leaf, Tensor) and not isinstance(leaf, PLAIN) and tensors_of(getattr(leaf, "__dict__", {})):
+        raise TypeError(
+            f"chunked: {path} must be a tensor, a tuple, list, dict or dataclass of them, or hold none, got a "
+            f"{type(leaf).__name__} with tensors in it. Leave it out by select."
+        )
+    found.append((path, leaf))
+    return leaf.new_empty(0) if isinstance(leaf, Tensor) else leaf
+
+
+def _not_rows(path: str, value: Tensor, rows: int) -> ValueError:
+    return ValueError(
+        f"chunked: {path} must have the chunk's {rows} rows in dim 0, or be a single number, got shape "
+        f"{tuple(value.shape)}. If an argument shall be split that is not, name it in split; if the output is not "
+        "needed, leave it out by select."
+    )

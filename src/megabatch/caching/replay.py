@@ -1,0 +1,187 @@
+"""A chunked call: its forward, which keeps nothing but its outputs, and its backward, which runs every chunk again.
+
+The gradients of all chunks are added up here and handed to autograd as one: whoever waits for a parameter's gradient
+(hooks, DistributedDataParallel, `torch.autograd.grad`) sees it once and whole, as without chunks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from . import wrappers
+from .batch import Batch
+from .conditions import Autocast, Buffers, Randomness, States, versions
+from .outputs import Gathered, Output, tensors_of
+from .trace import HALVES, Sum, Trace, collected_in
+
+
+@dataclass
+class Call:
+    """One call of an encoder in chunks.
+
+    Attributes:
+        encoder: What is called for every chunk; gives the outputs to keep.
+        device: Where chunks are moved to; None: nowhere.
+        bounds: Of the rows of every chunk. At least one, which may be empty.
+        padding: How often the encoder runs beyond that, because other ranks have more chunks.
+        by_side_effect: Gradients of parameters are not collected here: the encoder's own backward writes and reduces
+            them, as under `fully_shard`.
+    """
+
+    encoder: Callable[..., Any]
+    batch: Batch
+    device: torch.device | None
+    bounds: list[tuple[int, int]]
+    padding: int
+    by_side_effect: bool
+    ddps: list[DistributedDataParallel]
+    randomness: Randomness
+    autocast: Autocast
+    buffers: Buffers
+    states: list[States] = field(default_factory=list)
+    trace: Trace = field(default_factory=lambda: Trace([], [], False))
+    outputs: list[Output] = field(default_factory=list)
+    remembered: list[int] = field(default_factory=list)
+
+    def run(self, start: int, stop: int) -> tuple[Any, list[Tensor]]:
+        """The outputs for these rows, and the leaves that stand in for the differentiable inputs."""
+        args, kwargs, stand_ins = self.batch.chunk(start, stop, self.device)
+        # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
+        torch.clear_autocast_cache()
+        with wrappers.quiet(self.ddps):
+            output = self.encoder(*args, **kwargs)
+        torch.clear_autocast_cache()
+        return output, stand_ins
+
+    def forward(self, gathered: Gathered) -> None:
+        """Run all chunks without a graph; but the first with one, if gradients are wanted, to see where they go."""
+        wanted = torch.is_grad_enabled()
+        for index, (start, stop) in enumerate(self.bounds):
+            self.states += [self.randomness.states()] if wanted else []
+            with torch.set_grad_enabled(wanted and index == 0):
+                began = torch._C._autograd._get_sequence_nr()
+                output, stand_ins = self.run(start, stop)
+            if index == 0:
+                self.buffers.look()
+                self.trace = Trace.of(tensors_of(output), stand_ins, began)
+            gathered.add(output, start, stop)
+            del output, stand_ins
+        if self.padding:
+            with torch.no_grad(), self.randomness.replayed(), self.buffers.spared():
+                for _ in range(self.padding):
+                    self.run(*self._spare_row())
+        gathered.finish()
+
+    def _spare_row(self) -> tuple[int, int]:
+        return 0, min(1, self.batch.rows)
+
+    def remember(self, outputs: list[Output]) -> None:
+        """What the backward is to find as it is now."""
+        self.outputs = outputs
+        self.remembered = versions(self._read_again())
+
+    def _read_again(self) -> list[Any]:
+        return [*self.trace.leaves, *(argument.value for argument in self.batch.arguments)]
+
+    def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
+        self._check_unchanged()
+        leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.trace.leaves]
+        inputs = [Sum(argument.value) for argument in self.batch.differentiable]
+        with torch.enable_grad(), self.autocast.again(), self.buffers.spared(), collected_in(leaves):
+            for index, (start, stop) in enumerate(self.bounds):
+                with self.randomness.replayed(self.states[index]):
+                    output, stand_ins = self.run(start, stop)
+                tensors = tensors_of(output)
+                del output
+                if index == 0:
+                    self._check_trace(tensors, stand_ins)
+                pairs = []
+                for tensor, into, gradient in zip(tensors, self.outputs, upstream, strict=True):
+                    into.compare(tensor, start, stop)
+                    if gradient is not None and (into.rows or index == 0):
+                        pairs.append((tensor, into.part(gradient, start, stop)))
+                del tensors, tensor
+                found = self._push(pairs, leaves, stand_ins)
+                for argument, total, gradient in zip(self.batch.differentiable, inputs, found, strict=True):
+                    if gradient is not None and argument.split:
+                        total.set_rows(start, stop, gradient)
+                    elif gradient is not None:
+                        total.add(gradient)
+            for _ in range(self.padding):
+                self._push_nothing(upstream)
+        for into in self.outputs:
+            into.check(self._tolerance(into))
+        return [total.result() for total in (*leaves, *inputs)]
+
+    def _tolerance(self, output: Output) -> float:
+        """How far a replay may be from the forward: another order of sums is nearer, other random numbers farther."""
+        halves = output.value.dtype in HALVES or any(enabled for _, enabled, _ in self.autocast.kinds)
+        return 0.05 if halves else 0.01
+
+    def _push(
+        self, pairs: list[tuple[Tensor, Tensor]], leaves: list[Sum], stand_ins: list[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Have a chunk's graph run back, and forgotten. Returns the gradients of the stand-ins."""
+        if not pairs:
+            return [None] * len(stand_ins)
+        outputs, gradients = zip(*pairs, strict=True)
+        pairs.clear()
+        if self.by_side_effect:
+            torch.autograd.backward(outputs, gradients)
+            return [stand_in.grad for stand_in in stand_ins]
+        wanted = [*(total.tensor for total in leaves), *stand_ins]
+        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
+
+    def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
+        with self.randomness.replayed():
+            output, _ = self.run(*self._spare_row())
+        used = [tensor for tensor, gradient in zip(tensors_of(output), upstream, strict=True) if gradient is not None]
+        torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
+
+    def _check_unchanged(self) -> None:
+        again = self._read_again()
+        for value, before, now in zip(again, self.remembered, versions(again), strict=True):
+            if before != now:
+                raise RuntimeError(
+                    "chunked: parameters and inputs must not be written to between the forward and its backward, which "
+                    f"runs the encoder again; got a tensor of shape {tuple(value.shape)} at version {now}, not "
+                    f"{before}. Step the optimizer after the backward, and copy inputs that are reused."
+                )
+
+    def _check_trace(self, tensors: list[Tensor], stand_ins: list[Tensor]) -> None:
+        if not self.by_side_effect and not self.trace.goes_where(Trace.of(tensors, stand_ins)):
+            raise RuntimeError(
+                "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
+                "forward; got others. Freeze, unfreeze or replace parameters after the backward."
+            )
+
+
+class Replay(torch.autograd.Function):
+    """The seam: the outputs of a call, and the call again for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, call.trace.wanted, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        if not call.by_side_effect:
+            return None, None, *call.backward(upstream)
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "chunked: torch.autograd.grad and backward(inputs=...) must not pass through an encoder that is "
+                "sharded or has reentrant checkpoints, because its gradients are written, not returned. Call "
+                "backward(), or use checkpoints with use_reentrant=False."
+            )
+        return None, None, None, *call.backward(upstream)

@@ -1,0 +1,102 @@
+"""Where the gradients of a chunk go, read off its graph."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Trace:
+    """The leaves that the graph of some outputs ends in.
+
+    Attributes:
+        leaves: All that is trained: parameters, and other leaves that the encoder uses.
+        wanted: For every output, whether it has a gradient.
+        hides_leaves: Part of the graph (a reentrant checkpoint) will write to leaves of its own accord.
+    """
+
+    leaves: list[Tensor]
+    wanted: list[bool]
+    hides_leaves: bool
+
+    @classmethod
+    def of(cls, outputs: Sequence[Tensor], stand_ins: Sequence[Tensor], began: int = 0) -> "Trace":
+        """Without the leaves that stand in for inputs. No node may be older than the number `began`."""
+        own = {id(stand_in) for stand_in in stand_ins}
+        leaves: dict[int, Tensor] = {
+            id(output): output for output in outputs if output.requires_grad and output.is_leaf
+        }
+        hides_leaves = False
+        waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if hasattr(node, "variable"):
+                leaves[id(node.variable)] = node.variable
+            elif node._sequence_nr() < began:
+                raise ValueError(
+                    "chunked: encoder must not use tensors with a gradient history outside of it, other than its "
+                    f"arguments, got {node.name()}. Pass the tensor as an argument, and name it in whole."
+                )
+            hides_leaves |= node.name().startswith("CheckpointFunction")
+            following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+            seen |= following
+            waiting += following
+        trained = [leaf for key, leaf in leaves.items() if key not in own]
+        return cls(trained, [output.requires_grad for output in outputs], hides_leaves)
+
+    def goes_where(self, other: "Trace") -> bool:
+        return self.wanted == other.wanted and {*map(id, self.leaves)} == {*map(id, other.leaves)}
+
+
+class Sum:
+    """The gradient of one tensor, added up over chunks: in float32 for halves, and rounded once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
+        self._value: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        if gradient.layout != torch.strided:
+            self._value = gradient if self._value is None else self._value + gradient
+        elif self._value is None:
+            # A copy, laid out as the tensor: what arrives may be part of something else.
+            self._value = torch.empty_like(self.tensor, dtype=self._dtype, requires_grad=False).copy_(gradient)
+        else:
+            self._value += gradient
+
+    def set_rows(self, start: int, stop: int, gradient: Tensor) -> None:
+        if self._value is None:
+            self._value = torch.zeros_like(self.tensor, requires_grad=False)
+        self._value[start:stop] = gradient
+
+    def take(self, gradient: Tensor) -> Tensor | None:
+        """As a hook: so that a chunk's gradient of one layer is gone before that of the next comes."""
+        with torch.no_grad():
+            self.add(gradient)
+            if type(gradient) is not Tensor or gradient.layout != torch.strided:
+                return None
+            return gradient.new_zeros(()).expand_as(gradient)
+
+    def result(self) -> Tensor | None:
+        value, self._value = self._value, None
+        return None if value is None else value.to(self.tensor.dtype)
+
+
+@contextmanager
+def collected_in(sums: Sequence[Sum]) -> Iterator[None]:
+    """Gradients that arrive at the tensors go into the sums. Hooks that others have put there wait for the whole."""
+    with ExitStack() as stack:
+        for total in sums:
+            tensor: Any = total.tensor
+            stack.callback(setattr, tensor, "_backward_hooks", tensor._backward_hooks)
+            tensor._backward_hooks = None
+            stack.callback(tensor.register_hook(total.take).remove)
+        yield

@@ -1,0 +1,197 @@
+"""What stands round an encoder: functions and methods that reach its modules, and trainers that reduce its gradients.
+
+DistributedDataParallel reduces a parameter when its gradient arrives, which is once in a backward here as elsewhere; it
+only has to be told that a forward took place. A function that reaches round its forward (`ddp.module.encode_image`) is
+known by the parameters it used. Modules under `fully_shard` gather their parameters in every forward, so all ranks must
+run as many.
+"""
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed.collectives import Ranks
+
+_known_ddps: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
+_known_groups: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+
+_EMPTY_CELL = types.CellType()  # of a name that has no value yet
+
+
+# ---- functions and modules
+
+
+def modules_of(encoder: Any) -> list[nn.Module]:
+    """The modules that a callable is, is a method of, or holds: in a partial, a closure, the globals it names."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    waiting = [encoder]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+        elif isinstance(value, types.MethodType):
+            waiting.append(value.__self__)
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType):
+            waiting += _held_by(value)
+        elif isinstance(value, list | tuple):
+            waiting += [item for item in value if isinstance(item, nn.Module)]
+        elif value is encoder:
+            waiting += [held for held in getattr(value, "__dict__", {}).values() if _may_hold_modules(held)]
+    return found
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    held = [function.__dict__.get("_torchdynamo_orig_callable"), function.__dict__.get("__wrapped__")]
+    held += [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
+    codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
+    held += [function.__globals__.get(name) for code in codes for name in code.co_names]
+    return [value for value in held if _may_hold_modules(value)]
+
+
+def _may_hold_modules(value: Any) -> bool:
+    kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial, list, tuple)
+    return isinstance(value, kinds) and not (isinstance(value, types.FunctionType) and _is_of_torch(value))
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    compiled = "_torchdynamo_orig_callable" in function.__dict__
+    return not compiled and (function.__module__ or "").split(".")[0] == "torch"
+
+
+def inner(encoder: Any) -> Callable[..., Any]:
+    """What to call for one chunk: not DistributedDataParallel's forward, which would take every chunk for a step."""
+    if isinstance(encoder, types.MethodType) and isinstance(encoder.__self__, DistributedDataParallel):
+        encoder = encoder.__self__
+    while isinstance(encoder, DistributedDataParallel):
+        encoder = encoder.module
+    return encoder  # type: ignore[no-any-return]
+
+
+# ---- DistributedDataParallel
+
+
+def ddps_below(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    return [m for root in modules for m in root.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def ddps_around(tensors: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Those whose parameters are among the tensors, wherever they are kept."""
+    if not dist.is_initialized():
+        return []
+    wanted = {id(tensor) for tensor in tensors}
+    if wanted - set().union(*_known_ddps.values()):
+        _know(thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return [ddp for ddp, parameters in _known_ddps.items() if wanted & parameters]
+
+
+def _know(ddps: Iterable[Any]) -> None:
+    for ddp in ddps:
+        _known_ddps[ddp] = frozenset(id(parameter) for parameter in ddp.parameters())
+
+
+@contextmanager
+def quiet(ddps: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Their forward, should a chunk call it, sends nothing."""
+    before = [(ddp.require_backward_grad_sync, ddp.require_forward_param_sync) for ddp in ddps]
+    for ddp in ddps:
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for ddp, (backward, forward) in zip(ddps, before, strict=True):
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
+
+
+class _Given(nn.Module):
+    def __init__(self, outputs: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return self.outputs
+
+
+def passed_through(ddp: DistributedDataParallel, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs, as if the module's forward had given them: one forward for DistributedDataParallel's books."""
+    if DistributedDataParallel._active_ddp_module is ddp:  # its forward is what calls us
+        return outputs
+    module = ddp.module
+    ddp._modules["module"] = _Given(outputs)
+    try:
+        given: tuple[Tensor, ...] = ddp.forward()  # type: ignore[no-untyped-call]
+        return given
+    finally:
+        ddp._modules["module"] = module
+
+
+# ---- fully_shard, and what else meets in every forward
+
+
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` keeps parameters of these. Its module is looked at only if something has imported it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    below = [module for root in modules for module in root.modules()]
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in below):
+        raise TypeError(
+            "chunked: encoder must not be a FullyShardedDataParallel, whose parameters change place in every forward. "
+            "Use torch.distributed.fsdp.fully_shard."
+        )
+    return any(isinstance(module, fsdp.FSDPModule) for module in below)
+
+
+def groups_of_shards(modules: Sequence[nn.Module]) -> list[str]:
+    """The names of the groups over which parameters are sharded."""
+    names: list[str] = []
+    for root in modules:
+        if root not in _known_groups and not (known := _groups_of(root)):
+            for module in root.modules():
+                getattr(module, "reshard", lambda: None)()  # whole since its last forward
+            known = _groups_of(root)
+        _known_groups.setdefault(root, known)
+        names += [name for name in _known_groups[root] if name not in names]
+    return names
+
+
+def _groups_of(root: nn.Module) -> list[str]:
+    meshes = {mesh for parameter in root.parameters() if (mesh := getattr(parameter, "device_mesh", None)) is not None}
+    groups = [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
+    return list(dict.fromkeys(group.group_name for group in groups if dist.get_world_size(group) > 1))
+
+
+def most_chunks(own: int, group_names: Iterable[str], error: Exception | None) -> int:
+    """The number of chunks of the rank with most; the same error on all ranks where one has an `error`."""
+    for name in group_names:
+        try:
+            facts = Ranks("chunked", name).agree({}, {"chunks": own}, error)
+            own = max(fact["chunks"] for fact in facts)
+        except (ValueError, TypeError) as refusal:  # noqa: PERF203
+            error = refusal  # and on to the next group, where others wait
+    if error is not None:
+        raise error
+    return own
+
+
+def check_same_chunks(own: int, modules: Iterable[nn.Module]) -> None:
+    """Norms that synchronise their statistics meet in every forward."""
+    below = [module for root in modules for module in root.modules()]
+    groups = [module.process_group for module in below if isinstance(module, nn.SyncBatchNorm) and module.training]
+    group: Any = groups[0] or dist.group.WORLD if groups else None
+    if group is not None and dist.get_world_size(group) > 1:
+        Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {})
