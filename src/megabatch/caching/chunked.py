@@ -15,7 +15,7 @@ from .batch import Batch, Transform
 from .conditions import Autocast, Buffers, Randomness
 from .nested import Name
 from .outputs import Gathered, selected
-from .replay import Call, Replay
+from .replay import Call
 
 
 @_disable_dynamo  # a compiler leaves its graph here; the encoder itself may be compiled
@@ -115,12 +115,7 @@ def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> t
             )
         call.by_side_effect = True
     call.remember(gathered.outputs)
-    inputs = [argument.value for argument in call.batch.differentiable]
-    sources = [torch.zeros((), requires_grad=True)] if call.by_side_effect else call.trace.leaves
-    connected: tuple[Tensor, ...] = Replay.apply(call, outputs, *sources, *inputs)  # type: ignore[no-untyped-call]
-    for ddp in call.ddps:
-        connected = wrappers.passed_through(ddp, connected)
-    return connected
+    return call.connect(outputs)
 
 
 def _several(names: Name | Sequence[Name]) -> Sequence[Name]:

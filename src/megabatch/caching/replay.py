@@ -7,6 +7,7 @@ The gradients of all chunks are added up here and handed to autograd as one: who
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from .conditions import Autocast, Buffers, Randomness, States, versions
 from .outputs import Gathered, Output, tensors_of
 from .trace import HALVES, Sum, Trace, collected_in
 
+# By DistributedDataParallel: the calls whose backward is still to come.
+_outstanding: WeakKeyDictionary[DistributedDataParallel, WeakSet["Call"]] = WeakKeyDictionary()
 
-@dataclass
+
+@dataclass(eq=False)
 class Call:
     """One call of an encoder in chunks.
 
@@ -47,6 +51,7 @@ class Call:
     trace: Trace = field(default_factory=lambda: Trace([], [], False))
     outputs: list[Output] = field(default_factory=list)
     remembered: list[int] = field(default_factory=list)
+    connected: list[ref[Tensor]] = field(default_factory=list)
 
     def run(self, start: int, stop: int) -> tuple[Any, list[Tensor]]:
         """The outputs for these rows, and the leaves that stand in for the differentiable inputs."""
@@ -88,8 +93,23 @@ class Call:
     def _read_again(self) -> list[Any]:
         return [*self.trace.leaves, *(argument.value for argument in self.batch.arguments)]
 
+    def connect(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give the outputs their place in autograd's graph, and in the books of who reduces gradients."""
+        inputs = [argument.value for argument in self.batch.differentiable]
+        sources = [torch.zeros((), requires_grad=True)] if self.by_side_effect else self.trace.leaves
+        outputs = Replay.apply(self, outputs, *sources, *inputs)  # type: ignore[no-untyped-call]
+        for ddp in self.ddps:
+            calls = _outstanding.setdefault(ddp, WeakSet())
+            earlier = [output for call in calls for kept in call.connected if (output := kept()) is not None]
+            outputs = wrappers.passed_through(ddp, outputs, earlier)
+            calls.add(self)
+        self.connected = [ref(output) for output in outputs]
+        return outputs
+
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
+        for ddp in self.ddps:
+            _outstanding[ddp].discard(self)
         self._check_unchanged()
         leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.trace.leaves]
         inputs = [Sum(argument.value) for argument in self.batch.differentiable]

@@ -77,8 +77,10 @@ class Sum:
             self._value = torch.zeros_like(self.tensor, requires_grad=False)
         self._value[start:stop] = gradient
 
-    def take(self, gradient: Tensor) -> Tensor | None:
+    def take(self, gradient: Tensor | None) -> Tensor | None:
         """As a hook: so that a chunk's gradient of one layer is gone before that of the next comes."""
+        if gradient is None:
+            return None
         with torch.no_grad():
             self.add(gradient)
             if type(gradient) is not Tensor or gradient.layout != torch.strided:

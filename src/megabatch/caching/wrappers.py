@@ -117,26 +117,19 @@ def quiet(ddps: Sequence[DistributedDataParallel]) -> Iterator[None]:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
 
 
-class _Given(nn.Module):
-    def __init__(self, outputs: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.outputs = outputs
+def passed_through(ddp: Any, outputs: tuple[Tensor, ...], earlier: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs, as if the module's forward had given them: one forward for DistributedDataParallel's books.
 
-    def forward(self) -> tuple[Tensor, ...]:
-        return self.outputs
-
-
-def passed_through(ddp: DistributedDataParallel, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs, as if the module's forward had given them: one forward for DistributedDataParallel's books."""
+    A parameter that is used neither by them nor by those of `earlier` calls can be one that it must not wait for.
+    """
     if DistributedDataParallel._active_ddp_module is ddp:  # its forward is what calls us
         return outputs
-    module = ddp.module
-    ddp._modules["module"] = _Given(outputs)
+    ddp._run_ddp_forward = lambda: (*outputs, *earlier)
     try:
-        given: tuple[Tensor, ...] = ddp.forward()  # type: ignore[no-untyped-call]
+        given: tuple[Tensor, ...] = ddp.forward()[: len(outputs)]
         return given
     finally:
-        ddp._modules["module"] = module
+        del ddp._run_ddp_forward
 
 
 # ---- fully_shard, and what else meets in every forward
