@@ -161,8 +161,13 @@ class Call:
     def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
         with self.randomness.replayed():
             output, _ = self.run(*self._spare_row())
-        used = [tensor for tensor, gradient in zip(tensors_of(output), upstream, strict=True) if gradient is not None]
-        torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
+        used = [  # as by any chunk but the first
+            tensor
+            for tensor, into, gradient in zip(tensors_of(output), self.outputs, upstream, strict=True)
+            if gradient is not None and into.rows
+        ]
+        if used:
+            torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
 
     def _check_unchanged(self) -> None:
         again = self._read_again()

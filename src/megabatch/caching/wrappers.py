@@ -153,11 +153,10 @@ def groups_of_shards(modules: Sequence[nn.Module]) -> list[str]:
     """The names of the groups over which parameters are sharded."""
     names: list[str] = []
     for root in modules:
-        if root not in _known_groups and not (known := _groups_of(root)):
+        if root not in _known_groups:
             for module in root.modules():
-                getattr(module, "reshard", lambda: None)()  # whole since its last forward
-            known = _groups_of(root)
-        _known_groups.setdefault(root, known)
+                getattr(module, "reshard", lambda: None)()  # it may be whole since its last forward
+            _known_groups[root] = _groups_of(root)
         names += [name for name in _known_groups[root] if name not in names]
     return names
 
