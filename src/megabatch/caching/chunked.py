@@ -89,7 +89,7 @@ def chunked(
         bounds=bounds,
         padding=most - len(bounds),
         by_side_effect=sharded,
-        ddps=wrappers.ddps_below(modules),
+        quieted=wrappers.ddps_below(modules),
         randomness=Randomness(devices),
         autocast=Autocast.now(devices),
         buffers=Buffers(modules),
@@ -106,9 +106,12 @@ def chunked(
 
 def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
-    call.ddps = wrappers.ddps_around(call.trace.leaves) if not call.by_side_effect else []
+    if not call.by_side_effect:
+        wrappers.check_whole(call.trace.leaves)
+        call.reducers = wrappers.ddps_around(call.trace.leaves)
+        call.quieted = list({*call.quieted, *call.reducers})
     if call.trace.hides_leaves and not call.by_side_effect:
-        if call.ddps:
+        if call.reducers:
             raise ValueError(
                 "chunked: an encoder inside DistributedDataParallel must not have reentrant checkpoints, because their "
                 "gradients would be reduced once per chunk. Checkpoint with use_reentrant=False."
@@ -177,5 +180,5 @@ def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Modul
             "the whole batch, so chunks give other results than the batch would. Freeze it (.eval() on these layers), "
             "replace it by GroupNorm or LayerNorm, or synchronise it over ranks (SyncBatchNorm) to make up for small "
             "chunks. Running statistics are updated once, by the forward.",
-            stacklevel=4,
+            stacklevel=6,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .nested import Name, entries_of, leaves_of, map_leaves, with_entries
 
+NOTHING = object()  # yet
 TINY = 1e-30  # so that zeros are not divided by zero
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -79,9 +80,8 @@ class Gathered:
 
     def __init__(self, rows: int, chunk_size: int) -> None:
         self._rows, self._chunk_size = rows, chunk_size
-        self._skeleton: Any = None
+        self._skeleton: Any = NOTHING
         self._plain: list[tuple[str, Any]] = []
-        self._first = True
         self.outputs: list[Output] = []
 
     def add(self, output: Any, start: int, stop: int) -> None:
@@ -89,14 +89,15 @@ class Gathered:
         skeleton = map_leaves(output, lambda leaf, path, _: _emptied(found, leaf, path), "output")
         tensors = [(path, leaf.detach()) for path, leaf in found if isinstance(leaf, Tensor)]
         plain = [(path, leaf) for path, leaf in found if not isinstance(leaf, Tensor)]
-        if self._first:
-            self._first, self._skeleton, self._plain = False, skeleton, plain
+        if self._skeleton is NOTHING:
+            self._skeleton, self._plain = skeleton, plain
             self.outputs = [self._begin(path, value, stop - start) for path, value in tensors]
-        if [path for path, _ in tensors] != [output.path for output in self.outputs]:
+        first = [output.path for output in self.outputs] + [path for path, _ in self._plain]
+        now = [path for path, _ in (*tensors, *plain)]
+        if first != now:
             raise ValueError(
-                "chunked: the encoder must return the same outputs for every chunk, got "
-                f"{[output.path for output in self.outputs]} for the first and {[path for path, _ in tensors]} for "
-                f"rows {start} to {stop}."
+                f"chunked: the encoder must return the same outputs for every chunk, got {', '.join(first)} for the "
+                f"first and {', '.join(now)} for rows {start} to {stop}. Keep those that are always there by select."
             )
         self._check_plain(plain)
         for into, (path, value) in zip(self.outputs, tensors, strict=True):

@@ -35,6 +35,8 @@ class Call:
         padding: How often the encoder runs beyond that, because other ranks have more chunks.
         by_side_effect: Gradients of parameters are not collected here: the encoder's own backward writes and reduces
             them, as under `fully_shard`.
+        quieted: Wrappers that a chunk may call, and that must not send anything for it.
+        reducers: Those that reduce the gradients of what is trained here.
     """
 
     encoder: Callable[..., Any]
@@ -43,13 +45,14 @@ class Call:
     bounds: list[tuple[int, int]]
     padding: int
     by_side_effect: bool
-    ddps: list[DistributedDataParallel]
+    quieted: list[DistributedDataParallel]
     randomness: Randomness
     autocast: Autocast
     buffers: Buffers
     states: list[States] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace([], [], False))
     outputs: list[Output] = field(default_factory=list)
+    reducers: list[DistributedDataParallel] = field(default_factory=list)
     remembered: list[int] = field(default_factory=list)
     connected: list[ref[Tensor]] = field(default_factory=list)
 
@@ -58,7 +61,7 @@ class Call:
         args, kwargs, stand_ins = self.batch.chunk(start, stop, self.device)
         # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
         torch.clear_autocast_cache()
-        with wrappers.quiet(self.ddps):
+        with wrappers.quiet(self.quieted):
             output = self.encoder(*args, **kwargs)
         torch.clear_autocast_cache()
         return output, stand_ins
@@ -73,6 +76,7 @@ class Call:
                 output, stand_ins = self.run(start, stop)
             if index == 0:
                 self.buffers.look()
+            if index == 0 and wanted:
                 self.trace = Trace.of(tensors_of(output), stand_ins, began)
             gathered.add(output, start, stop)
             del output, stand_ins
@@ -98,7 +102,7 @@ class Call:
         inputs = [argument.value for argument in self.batch.differentiable]
         sources = [torch.zeros((), requires_grad=True)] if self.by_side_effect else self.trace.leaves
         outputs = Replay.apply(self, outputs, *sources, *inputs)  # type: ignore[no-untyped-call]
-        for ddp in self.ddps:
+        for ddp in self.reducers:
             calls = _outstanding.setdefault(ddp, WeakSet())
             earlier = [output for call in calls for kept in call.connected if (output := kept()) is not None]
             outputs = wrappers.passed_through(ddp, outputs, earlier)
@@ -108,13 +112,17 @@ class Call:
 
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
-        for ddp in self.ddps:
+        for ddp in self.reducers:
             _outstanding[ddp].discard(self)
         self._check_unchanged()
         leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.trace.leaves]
         inputs = [Sum(argument.value) for argument in self.batch.differentiable]
+        # Where nothing but single numbers has a gradient, the first chunk gives all of it.
+        rows_count = any(
+            into.rows for into, gradient in zip(self.outputs, upstream, strict=True) if gradient is not None
+        )
         with torch.enable_grad(), self.autocast.again(), self.buffers.spared(), collected_in(leaves):
-            for index, (start, stop) in enumerate(self.bounds):
+            for index, (start, stop) in enumerate(self.bounds if rows_count else self.bounds[:1]):
                 with self.randomness.replayed(self.states[index]):
                     output, stand_ins = self.run(start, stop)
                 tensors = tensors_of(output)
@@ -133,7 +141,7 @@ class Call:
                         total.set_rows(start, stop, gradient)
                     elif gradient is not None:
                         total.add(gradient)
-            for _ in range(self.padding):
+            for _ in range(self.padding if rows_count else 0):
                 self._push_nothing(upstream)
         for into in self.outputs:
             into.check(self._tolerance(into))
@@ -166,8 +174,7 @@ class Call:
             for tensor, into, gradient in zip(tensors_of(output), self.outputs, upstream, strict=True)
             if gradient is not None and into.rows
         ]
-        if used:
-            torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
+        torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
 
     def _check_unchanged(self) -> None:
         again = self._read_again()
@@ -200,13 +207,19 @@ class Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        if not call.by_side_effect:
-            return None, None, *call.backward(upstream)
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+        call: Call | None = ctx.call
+        if call is None:
+            raise RuntimeError(
+                "chunked: backward must not run a second time without retain_graph=True in the first, which has let go "
+                "of the inputs."
+            )
+        if call.by_side_effect and not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "chunked: torch.autograd.grad and backward(inputs=...) must not pass through an encoder that is "
                 "sharded or has reentrant checkpoints, because its gradients are written, not returned. Call "
                 "backward(), or use checkpoints with use_reentrant=False."
             )
-        return None, None, None, *call.backward(upstream)
+        gradients = call.backward(upstream)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None
+        return None, None, *([None] if call.by_side_effect else []), *gradients

@@ -48,8 +48,9 @@ def modules_of(encoder: Any) -> list[nn.Module]:
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.FunctionType):
             waiting += _held_by(value)
-        elif isinstance(value, list | tuple):
-            waiting += [item for item in value if isinstance(item, nn.Module)]
+        elif isinstance(value, dict | list | tuple):
+            items = value.values() if isinstance(value, dict) else value
+            waiting += [item for item in items if isinstance(item, nn.Module)]
         elif value is encoder:
             waiting += [held for held in getattr(value, "__dict__", {}).values() if _may_hold_modules(held)]
     return found
@@ -64,7 +65,7 @@ def _held_by(function: types.FunctionType) -> list[Any]:
 
 
 def _may_hold_modules(value: Any) -> bool:
-    kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial, list, tuple)
+    kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial, dict, list, tuple)
     return isinstance(value, kinds) and not (isinstance(value, types.FunctionType) and _is_of_torch(value))
 
 
@@ -147,6 +148,15 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
             "Use torch.distributed.fsdp.fully_shard."
         )
     return any(isinstance(module, fsdp.FSDPModule) for module in below)
+
+
+def check_whole(leaves: Iterable[Tensor]) -> None:
+    """None of them is one that `fully_shard` fills for the time of a forward, in a module that was not seen."""
+    if any(leaf.numel() and not leaf.is_meta and not leaf.untyped_storage().size() for leaf in leaves):
+        raise ValueError(
+            "chunked: encoder must be a module, a method of one, or a function that holds it in a variable, where "
+            "parameters are sharded by fully_shard, got something whose modules cannot be seen."
+        )
 
 
 def groups_of_shards(modules: Sequence[nn.Module]) -> list[str]:
