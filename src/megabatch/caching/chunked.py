@@ -108,7 +108,7 @@ def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> t
     """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
     if not call.by_side_effect:
         wrappers.check_whole(call.trace.leaves)
-        call.reducers = wrappers.ddps_around(call.trace.leaves)
+        call.reducers = wrappers.ddps_around(call.trace.leaves, call.quieted)
         call.quieted = list({*call.quieted, *call.reducers})
     if call.trace.hides_leaves and not call.by_side_effect:
         if call.reducers:

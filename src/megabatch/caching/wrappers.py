@@ -90,19 +90,34 @@ def ddps_below(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     return [m for root in modules for m in root.modules() if isinstance(m, DistributedDataParallel)]
 
 
-def ddps_around(tensors: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """Those whose parameters are among the tensors, wherever they are kept."""
+def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParallel]) -> list[DistributedDataParallel]:
+    """Those that reduce the gradients of the tensors: among the ones `below`, and wherever else they are kept."""
     if not dist.is_initialized():
         return []
     wanted = {id(tensor) for tensor in tensors}
+    found = [ddp for ddp in below if wanted & _parameters(ddp)]
+    wanted -= set().union(*map(_parameters, found))
     if wanted - set().union(*_known_ddps.values()):
-        _know(thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
-    return [ddp for ddp, parameters in _known_ddps.items() if wanted & parameters]
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel):
+                _known_ddps[thing] = _parameters(thing)
+    if _twice(wanted):
+        gc.collect()  # one of them may be a wrapper that nobody uses any more
+    if _twice(wanted):
+        raise ValueError(
+            "chunked: encoder must be inside of one DistributedDataParallel, got parameters that several of them wrap. "
+            "Delete the wrappers that are not used, or pass the one that is."
+        )
+    return found + [ddp for ddp, parameters in _known_ddps.items() if wanted & parameters]
 
 
-def _know(ddps: Iterable[Any]) -> None:
-    for ddp in ddps:
-        _known_ddps[ddp] = frozenset(id(parameter) for parameter in ddp.parameters())
+def _parameters(ddp: DistributedDataParallel) -> frozenset[int]:
+    return frozenset(id(parameter) for parameter in ddp._module_parameters)
+
+
+def _twice(wanted: set[int]) -> bool:
+    held = [wanted & parameters for parameters in _known_ddps.values()]
+    return sum(map(len, held)) > len(set().union(*held))
 
 
 @contextmanager
