@@ -62,6 +62,7 @@ class Sum:
         self.tensor = tensor
         self._dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
         self._value: Tensor | None = None
+        self._nothing: Tensor | None = None  # in place of a gradient that was taken
 
     def add(self, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -81,14 +82,16 @@ class Sum:
         """As a hook: so that a chunk's gradient of one layer is gone before that of the next comes."""
         if gradient is None:
             return None
-        with torch.no_grad():
-            self.add(gradient)
-            if type(gradient) is not Tensor or gradient.layout != torch.strided:
-                return None
-            return gradient.new_zeros(()).expand_as(gradient)
+        if self._value is not None and self._nothing is not None:  # the way it nearly always goes, once per chunk
+            self._value.add_(gradient)
+            return self._nothing
+        self.add(gradient)
+        if type(gradient) is Tensor and gradient.layout == torch.strided:
+            self._nothing = gradient.new_zeros(()).expand_as(gradient)
+        return self._nothing
 
     def result(self) -> Tensor | None:
-        value, self._value = self._value, None
+        value, self._value, self._nothing = self._value, None, None
         return None if value is None else value.to(self.tensor.dtype)
 
 
