@@ -121,20 +121,9 @@ class Call:
         rows_count = any(
             into.rows for into, gradient in zip(self.outputs, upstream, strict=True) if gradient is not None
         )
-        with torch.enable_grad(), self.autocast.again(), self.buffers.spared(), collected_in(leaves):
+        with self.buffers.spared(), collected_in(leaves):
             for index, (start, stop) in enumerate(self.bounds if rows_count else self.bounds[:1]):
-                with self.randomness.replayed(self.states[index]):
-                    output, stand_ins = self.run(start, stop)
-                tensors = tensors_of(output)
-                del output
-                if index == 0:
-                    self._check_trace(tensors, stand_ins)
-                pairs = []
-                for tensor, into, gradient in zip(tensors, self.outputs, upstream, strict=True):
-                    into.compare(tensor, start, stop)
-                    if gradient is not None and (into.rows or index == 0):
-                        pairs.append((tensor, into.part(gradient, start, stop)))
-                del tensors, tensor
+                pairs, stand_ins = self._run_again(index, upstream)
                 found = self._push(pairs, leaves, stand_ins)
                 for argument, total, gradient in zip(self.batch.differentiable, inputs, found, strict=True):
                     if gradient is not None and argument.split:
@@ -146,6 +135,23 @@ class Call:
         for into in self.outputs:
             into.check(self._tolerance(into))
         return [total.result() for total in (*leaves, *inputs)]
+
+    def _run_again(
+        self, index: int, upstream: Sequence[Tensor | None]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+        """A chunk's outputs with a graph, each with the gradient that goes into it, and the stand-ins."""
+        start, stop = self.bounds[index]
+        with torch.enable_grad(), self.autocast.again(), self.randomness.replayed(self.states[index]):
+            output, stand_ins = self.run(start, stop)
+        tensors = tensors_of(output)
+        if index == 0:
+            self._check_trace(tensors, stand_ins)
+        pairs = []
+        for tensor, into, gradient in zip(tensors, self.outputs, upstream, strict=True):
+            into.compare(tensor, start, stop)
+            if gradient is not None and (into.rows or index == 0):
+                pairs.append((tensor, into.part(gradient, start, stop)))
+        return pairs, stand_ins
 
     def _tolerance(self, output: Output) -> float:
         """How far a replay may be from the forward: another order of sums is nearer, other random numbers farther."""
@@ -167,7 +173,7 @@ class Call:
         return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
 
     def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
-        with self.randomness.replayed():
+        with torch.enable_grad(), self.autocast.again(), self.randomness.replayed():
             output, _ = self.run(*self._spare_row())
         used = [  # as by any chunk but the first
             tensor
