@@ -84,13 +84,17 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
     """Forward-mode derivatives would be dropped without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(x is not None and _tangent(x) is not None for x in inputs):
+    if have_tangents(*inputs):
         raise ValueError(
             f"{function}: inputs must not carry forward-mode tangents, because the loss has a backward only. Use "
             f"torch.autograd.grad, or megabatch.reference.{function}, which has both."
         )
+
+
+def have_tangents(*inputs: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(x is not None and _tangent(x) is not None for x in inputs)
 
 
 def _tangent(x: Tensor) -> Tensor | None:

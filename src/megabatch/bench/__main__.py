@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import demo, gradients, kernels, loss, ring
+from . import chunked, demo, gradients, kernels, loss, ring
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,6 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="")
     for name, command, summary in (
         ("loss", loss, "time and memory of every loss against its peers"),
+        ("chunked", chunked, "what encoding in chunks costs, beside other ways to do so, and the memory it takes"),
         ("ring", ring, "one batch spread over ranks: time, bytes on the wire, memory"),
         ("gradients", gradients, "do gradients over ranks equal those of one process? ours and others'"),
         (

@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 from . import gradients_trial, report
@@ -55,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
     print(f"\n{setting.ranks} ranks × {setting.rows} rows, D={setting.width}; uneven: {setting.uneven} rows\n")
     body = [_cells(row) for row in rows]
     print(report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
-    print(f"\n{_versions(options.packages)}")
+    print(f"\n{report.versions(options.packages)}")
     if options.json:
         record = {
             "machine": machine,
@@ -83,14 +82,3 @@ def _short(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _versions(packages: list[str]) -> str:
-    return ", ".join(f"{package} {_version(package)}" for package in packages)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

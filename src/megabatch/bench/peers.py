@@ -81,9 +81,7 @@ def open_clip_siglip(dist_impl: str, member: Member) -> RankLoss:
 
 
 def sentence_transformers_loss(loss: str, member: Member) -> RankLoss:
-    with contextlib.suppress(NotInstalled):
-        package("torchvision")  # first, by a way that forgives what its compiled part lacks
-    module = package("sentence_transformers.sentence_transformer.losses")
+    module = sentence_transformers_losses()
     directions = ("query_to_doc", "doc_to_query") if loss == "clip" else ("query_to_doc",)
     criterion = module.MultipleNegativesRankingLoss(
         torch.nn.Identity(),
@@ -93,6 +91,12 @@ def sentence_transformers_loss(loss: str, member: Member) -> RankLoss:
         partition_mode="per_direction",
     )
     return lambda part: criterion.compute_loss_from_embeddings(list(part.features), None)
+
+
+def sentence_transformers_losses() -> Any:
+    with contextlib.suppress(NotInstalled):
+        package("torchvision")  # first, by a way that forgives what its compiled part lacks
+    return package("sentence_transformers.sentence_transformer.losses")
 
 
 def metric_learning_loss(loss: str, efficient: bool, member: Member) -> RankLoss:

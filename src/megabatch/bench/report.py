@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -24,6 +25,18 @@ def _cpu() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def versions(packages: Sequence[str]) -> str:
+    """Of packages, by the names pip knows."""
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

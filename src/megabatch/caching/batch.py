@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .nested import Name, Names, map_leaves
+from ..checks import have_tangents
+from .nested import Name, Names, leaves_of, map_leaves
 
 Transform = Callable[[Any], Any]
 
@@ -37,6 +38,10 @@ class Argument:
     def differentiable(self) -> bool:
         return isinstance(self.value, Tensor) and self.value.requires_grad
 
+    @property
+    def items(self) -> list[Tensor]:
+        return [] if isinstance(self.value, Tensor) else [x for x in leaves_of(self.value) if isinstance(x, Tensor)]
+
     def piece(self, start: int, stop: int) -> Any:
         return self.value[start:stop] if self.split else self.value
 
@@ -48,6 +53,7 @@ class Batch:
         arguments: The leaves, in order.
         rows: The number of rows that are cut into chunks.
         differentiable: The tensors among them that want a gradient.
+        items: Those inside of lists that are split, one per row.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class Batch:
         self.rows = self._count_rows()
         self._attach(transform)
         self.differentiable = [argument for argument in self.arguments if argument.differentiable]
+        # In lists that are split: passed as they are, and their gradients collected as parameters' are.
+        self.items = [item for argument in self.arguments for item in argument.items if item.requires_grad]
 
     def _map(self, visit: Callable[[Any, str, Names], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = self._call
@@ -86,6 +94,11 @@ class Batch:
             kept, cut = not argument.names.isdisjoint(whole), not argument.names.isdisjoint(split)
             if kept and cut:
                 raise ValueError(f"chunked: {argument.path} must be named in whole or in split, got both.")
+            if have_tangents(argument.value if isinstance(argument.value, Tensor) else None):
+                raise ValueError(
+                    f"chunked: {argument.path} must not carry a forward-mode tangent, because there is only a "
+                    "backward. Use torch.autograd.grad."
+                )
             if isinstance(argument.value, Tensor):
                 _check_layout(argument)
                 argument.split = not kept and argument.value.dim() > 0

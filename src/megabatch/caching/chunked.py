@@ -89,6 +89,7 @@ def chunked(
         bounds=bounds,
         padding=most - len(bounds),
         by_side_effect=sharded,
+        modules=modules,
         quieted=wrappers.ddps_below(modules),
         randomness=Randomness(devices),
         autocast=Autocast.now(devices),
@@ -99,7 +100,7 @@ def chunked(
     if len(bounds) > 1:
         _warn_of_batch_norm(modules, call.buffers.written)
     outputs = tuple(output.release() for output in gathered.outputs)
-    if any(call.trace.wanted):
+    if any(call.wanted(gathered.outputs)):
         outputs = _connected(call, gathered, outputs)
     return gathered.structure(outputs)
 
@@ -107,8 +108,8 @@ def chunked(
 def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
     if not call.by_side_effect:
-        wrappers.check_whole(call.trace.leaves)
-        call.reducers = wrappers.ddps_around(call.trace.leaves, call.quieted)
+        wrappers.check_whole(call.leaves)
+        call.reducers = wrappers.ddps_around(call.leaves, call.quieted)
         call.quieted = list({*call.quieted, *call.reducers})
     if call.trace.hides_leaves and not call.by_side_effect:
         if call.reducers:

@@ -73,24 +73,34 @@ class Autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
             yield
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """For a backward, which has its dtypes from the forward."""
+        with ExitStack() as stack:
+            for kind, _, dtype in self.kinds:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
+            yield
+
 
 class Buffers:
     """The buffers of an encoder's modules, to see which ones a forward writes to, and to spare those in another."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [module for root in modules for module in root.modules()]
-        self._versions = self._versions_now()
+        self._before = self._now()
         self._written: list[nn.Module] = []
 
-    def _versions_now(self) -> list[list[int]]:
-        return [[_version(buffer) for buffer in module._buffers.values()] for module in self._modules]
+    def _now(self) -> list[list[tuple[Tensor | None, int]]]:
+        return [[(buffer, _version(buffer)) for buffer in module._buffers.values()] for module in self._modules]
 
     def look(self) -> None:
-        """After a forward: modules whose buffers it wrote to keep state, as BatchNorm does."""
-        now = self._versions_now()
+        """After a forward: modules whose buffers it wrote to or replaced keep state, as BatchNorm does."""
         self._written = [
-            m for m, before, after in zip(self._modules, self._versions, now, strict=True) if before != after
+            module
+            for module, before, now in zip(self._modules, self._before, self._now(), strict=True)
+            if any(a is not b or old != new for (a, old), (b, new) in zip(before, now, strict=True))
         ]
+        self._before = []
 
     @property
     def written(self) -> list[nn.Module]:

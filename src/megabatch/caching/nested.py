@@ -31,7 +31,7 @@ def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, unc
         found = {
             name: map_leaves(getattr(value, name), visit, f"{path}.{name}", names | {name}, uncut) for name in fields
         }
-        return dataclasses.replace(value, **found)
+        return _dataclass_like(value, found)
     return visit(value, path, names)
 
 
@@ -45,6 +45,13 @@ def _mapping_like(model: Any, items: dict[Any, Any]) -> Any:
         made = copy.copy(model)
         made.update(items)
         return made
+
+
+def _dataclass_like(model: Any, fields: dict[str, Any]) -> Any:
+    made = copy.copy(model)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)  # also of a frozen one, and without what its __init__ may do
+    return made
 
 
 def leaves_of(value: Any, path: str = "") -> list[Any]:
@@ -71,4 +78,4 @@ def with_entries(value: Any, entries: dict[Any, Any]) -> Any:
     if isinstance(value, list | tuple):
         return list(entries.values()) if isinstance(value, list) else tuple(entries.values())
     dropped = {field.name: None for field in dataclasses.fields(value) if field.name not in entries}
-    return dataclasses.replace(value, **dropped, **entries)
+    return _dataclass_like(value, {**dropped, **entries})

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .conditions import versions
 from .nested import Name, entries_of, leaves_of, map_leaves, with_entries
 
 NOTHING = object()  # yet
-TINY = 1e-30  # so that zeros are not divided by zero
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -52,16 +52,16 @@ class Output:
     def release(self) -> Tensor:
         """The tensor, for the caller. What is kept of it here has no part in its graph."""
         value, self.value = self.value, self.value.detach()
-        self.version = value._version
+        (self.version,) = versions([value])
         return value
 
     def compare(self, again: Tensor, start: int, stop: int) -> None:
         """Look at a chunk's output of the replay. What the caller has written to since cannot be compared."""
-        if not again.is_floating_point() or self.value._version != self.version or not again.numel():
+        if not again.is_floating_point() or versions([self.value]) != [self.version] or not again.numel():
             return
         before, now = self.part(self.value, start, stop), again.detach()
         same = (before == now) | (before.isnan() & now.isnan())
-        distance = torch.where(same, 0, (before - now).abs()).max() / before.abs().max().clamp(min=TINY)
+        distance = torch.where(same, 0, (before - now).abs()).max() / _largest(before)
         self.apart = distance if self.apart is None else torch.maximum(self.apart, distance)
 
     def check(self, tolerance: float) -> None:
@@ -143,6 +143,11 @@ class Gathered:
         return map_leaves(
             self._skeleton, lambda leaf, *_: next(following) if isinstance(leaf, Tensor) else leaf, "output"
         )
+
+
+def _largest(values: Tensor) -> Tensor:
+    """In size, among finite ones; not zero, to be divided by."""
+    return torch.where(values.isfinite(), values.abs(), 0).max().clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

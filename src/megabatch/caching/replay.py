@@ -5,12 +5,13 @@ The gradients of all chunks are added up here and handed to autograd as one: who
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from . import wrappers
 from .batch import Batch
 from .conditions import Autocast, Buffers, Randomness, States, versions
 from .outputs import Gathered, Output, tensors_of
-from .trace import HALVES, Sum, Trace, collected_in
+from .trace import HALVES, Sum, Trace, Unused, collected_in
 
 # By DistributedDataParallel: the calls whose backward is still to come.
 _outstanding: WeakKeyDictionary[DistributedDataParallel, WeakSet["Call"]] = WeakKeyDictionary()
@@ -35,6 +36,7 @@ class Call:
         padding: How often the encoder runs beyond that, because other ranks have more chunks.
         by_side_effect: Gradients of parameters are not collected here: the encoder's own backward writes and reduces
             them, as under `fully_shard`.
+        modules: Those that the encoder is or holds, as far as they can be seen.
         quieted: Wrappers that a chunk may call, and that must not send anything for it.
         reducers: Those that reduce the gradients of what is trained here.
     """
@@ -45,12 +47,15 @@ class Call:
     bounds: list[tuple[int, int]]
     padding: int
     by_side_effect: bool
+    modules: list[nn.Module]
     quieted: list[DistributedDataParallel]
     randomness: Randomness
     autocast: Autocast
     buffers: Buffers
     states: list[States] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace([], [], False))
+    traced: int = 0
+    unused: Unused = field(default_factory=lambda: Unused([], []))
     outputs: list[Output] = field(default_factory=list)
     reducers: list[DistributedDataParallel] = field(default_factory=list)
     remembered: list[int] = field(default_factory=list)
@@ -67,19 +72,26 @@ class Call:
         return output, stand_ins
 
     def forward(self, gathered: Gathered) -> None:
-        """Run all chunks without a graph; but the first with one, if gradients are wanted, to see where they go."""
+        """Run all chunks, without a graph from the first one on that has shown where gradients go."""
         wanted = torch.is_grad_enabled()
-        for index, (start, stop) in enumerate(self.bounds):
-            self.states += [self.randomness.states()] if wanted else []
-            with torch.set_grad_enabled(wanted and index == 0):
-                began = torch._C._autograd._get_sequence_nr()
-                output, stand_ins = self.run(start, stop)
-            if index == 0:
-                self.buffers.look()
-            if index == 0 and wanted:
-                self.trace = Trace.of(tensors_of(output), stand_ins, began)
-            gathered.add(output, start, stop)
-            del output, stand_ins
+        with ExitStack() as watching:
+            for index, (start, stop) in enumerate(self.bounds):
+                self.states += [self.randomness.states()] if wanted else []
+                tracing = wanted and not any(self.trace.wanted)
+                # Reentrant checkpoints take care of the graph themselves, and would warn of none.
+                with torch.set_grad_enabled(tracing or self.trace.hides_leaves):
+                    began = torch._C._autograd._get_sequence_nr()
+                    output, stand_ins = self.run(start, stop)
+                if index == 0:
+                    self.buffers.look()
+                if tracing:
+                    self.traced = index
+                    self.trace = Trace.of(tensors_of(output), [*stand_ins, *self.batch.items], began)
+                if tracing and any(self.trace.wanted):
+                    self.unused = Unused(self.modules, self.trace.leaves)
+                    watching.enter_context(self.unused.watched())
+                gathered.add(output, start, stop)
+                del output, stand_ins
         if self.padding:
             with torch.no_grad(), self.randomness.replayed(), self.buffers.spared():
                 for _ in range(self.padding):
@@ -89,18 +101,29 @@ class Call:
     def _spare_row(self) -> tuple[int, int]:
         return 0, min(1, self.batch.rows)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All that is trained."""
+        return [*self.trace.leaves, *self.unused.met.values(), *self.batch.items]
+
+    def wanted(self, outputs: Sequence[Output]) -> list[bool]:
+        """Which outputs get a gradient: those that had one when traced, or may have come to one in a later chunk."""
+        first = self.trace.wanted or [False] * len(outputs)
+        later = bool(self.unused.met)
+        return [yes or (later and into.value.is_floating_point()) for yes, into in zip(first, outputs, strict=True)]
+
     def remember(self, outputs: list[Output]) -> None:
         """What the backward is to find as it is now."""
         self.outputs = outputs
         self.remembered = versions(self._read_again())
 
     def _read_again(self) -> list[Any]:
-        return [*self.trace.leaves, *(argument.value for argument in self.batch.arguments)]
+        return [*self.leaves, *(argument.value for argument in self.batch.arguments)]
 
     def connect(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give the outputs their place in autograd's graph, and in the books of who reduces gradients."""
         inputs = [argument.value for argument in self.batch.differentiable]
-        sources = [torch.zeros((), requires_grad=True)] if self.by_side_effect else self.trace.leaves
+        sources = self._asked_for() if self.by_side_effect else self.leaves
         outputs = Replay.apply(self, outputs, *sources, *inputs)  # type: ignore[no-untyped-call]
         for ddp in self.reducers:
             calls = _outstanding.setdefault(ddp, WeakSet())
@@ -110,18 +133,23 @@ class Call:
         self.connected = [ref(output) for output in outputs]
         return outputs
 
+    def _asked_for(self) -> list[Tensor]:
+        """Stands for gradients that come by side effect, so that whoever asks autograd for them is heard, and refused."""
+        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        return [torch.zeros((), requires_grad=True), *(p for p in parameters if not p._backward_hooks)]
+
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
         for ddp in self.reducers:
             _outstanding[ddp].discard(self)
         self._check_unchanged()
-        leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.trace.leaves]
+        leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.leaves]
         inputs = [Sum(argument.value) for argument in self.batch.differentiable]
         # Where nothing but single numbers has a gradient, the first chunk gives all of it.
         rows_count = any(
             into.rows for into, gradient in zip(self.outputs, upstream, strict=True) if gradient is not None
         )
-        with self.buffers.spared(), collected_in(leaves):
+        with self.autocast.off(), self.buffers.spared(), collected_in(leaves):
             for index, (start, stop) in enumerate(self.bounds if rows_count else self.bounds[:1]):
                 pairs, stand_ins = self._run_again(index, upstream)
                 found = self._push(pairs, leaves, stand_ins)
@@ -144,12 +172,11 @@ class Call:
         with torch.enable_grad(), self.autocast.again(), self.randomness.replayed(self.states[index]):
             output, stand_ins = self.run(start, stop)
         tensors = tensors_of(output)
-        if index == 0:
-            self._check_trace(tensors, stand_ins)
+        self._check_trace(index, tensors, stand_ins)
         pairs = []
         for tensor, into, gradient in zip(tensors, self.outputs, upstream, strict=True):
             into.compare(tensor, start, stop)
-            if gradient is not None and (into.rows or index == 0):
+            if gradient is not None and tensor.requires_grad and (into.rows or index == 0):
                 pairs.append((tensor, into.part(gradient, start, stop)))
         return pairs, stand_ins
 
@@ -169,8 +196,12 @@ class Call:
         if self.by_side_effect:
             torch.autograd.backward(outputs, gradients)
             return [stand_in.grad for stand_in in stand_ins]
-        wanted = [*(total.tensor for total in leaves), *stand_ins]
-        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
+        unexpected = self.unused.left
+        wanted = [*(total.tensor for total in leaves), *unexpected, *stand_ins]
+        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
+        if any(gradient is not None for gradient in found[: len(unexpected)]):
+            raise self._other_parameters()
+        return found[len(unexpected) :]
 
     def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
         with torch.enable_grad(), self.autocast.again(), self.randomness.replayed():
@@ -178,7 +209,7 @@ class Call:
         used = [  # as by any chunk but the first
             tensor
             for tensor, into, gradient in zip(tensors_of(output), self.outputs, upstream, strict=True)
-            if gradient is not None and into.rows
+            if gradient is not None and tensor.requires_grad and into.rows
         ]
         torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
 
@@ -192,12 +223,21 @@ class Call:
                     f"{before}. Step the optimizer after the backward, and copy inputs that are reused."
                 )
 
-    def _check_trace(self, tensors: list[Tensor], stand_ins: list[Tensor]) -> None:
-        if not self.by_side_effect and not self.trace.goes_where(Trace.of(tensors, stand_ins)):
-            raise RuntimeError(
-                "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
-                "forward; got others. Freeze, unfreeze or replace parameters after the backward."
-            )
+    def _check_trace(self, index: int, tensors: list[Tensor], stand_ins: list[Tensor]) -> None:
+        """That gradients go where they are collected: of the traced chunk, and of all where leaves are out of sight."""
+        if self.by_side_effect or (index != self.traced and self.unused.all_seen):
+            return
+        again = Trace.of(tensors, [*stand_ins, *self.batch.items])
+        now, then, all = ({id(leaf) for leaf in leaves} for leaves in (again.leaves, self.trace.leaves, self.leaves))
+        if not now <= all or (index == self.traced and (now, again.wanted) != (then, self.trace.wanted)):
+            raise self._other_parameters()
+
+    def _other_parameters(self) -> RuntimeError:
+        return RuntimeError(
+            "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
+            "forward, got others. Freeze, unfreeze or replace parameters after the backward; and let "
+            "parameters that only some chunks use belong to modules that are called, and that the encoder is or holds."
+        )
 
 
 class Replay(torch.autograd.Function):
@@ -207,7 +247,8 @@ class Replay(torch.autograd.Function):
     def forward(ctx: Any, call: Call, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, call.trace.wanted, strict=True) if not wanted))
+        wanted = call.wanted(call.outputs)
+        ctx.mark_non_differentiable(*(output for output, yes in zip(outputs, wanted, strict=True) if not yes))
         return outputs
 
     @staticmethod
@@ -228,4 +269,5 @@ class Replay(torch.autograd.Function):
         gradients = call.backward(upstream)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None
-        return None, None, *([None] if call.by_side_effect else []), *gradients
+        written = [None] * (len(ctx.needs_input_grad) - 2 - len(gradients))
+        return None, None, *written, *gradients

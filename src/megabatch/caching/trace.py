@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -29,6 +29,7 @@ class Trace:
     def of(cls, outputs: Sequence[Tensor], stand_ins: Sequence[Tensor], began: int = 0) -> "Trace":
         """Without the leaves that stand in for inputs. No node may be older than the number `began`."""
         own = {id(stand_in) for stand_in in stand_ins}
+        ends = {stand_in.grad_fn for stand_in in stand_ins}
         leaves: dict[int, Tensor] = {
             id(output): output for output in outputs if output.requires_grad and output.is_leaf
         }
@@ -37,6 +38,8 @@ class Trace:
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
+            if node in ends:
+                continue
             if hasattr(node, "variable"):
                 leaves[id(node.variable)] = node.variable
             elif node._sequence_nr() < began:
@@ -51,8 +54,35 @@ class Trace:
         trained = [leaf for key, leaf in leaves.items() if key not in own]
         return cls(trained, [output.requires_grad for output in outputs], hides_leaves)
 
-    def goes_where(self, other: "Trace") -> bool:
-        return self.wanted == other.wanted and {*map(id, self.leaves)} == {*map(id, other.leaves)}
+
+class Unused:
+    """Parameters of an encoder that its first chunk did not use, and those among them that a later chunk comes to.
+
+    Layers are dropped at random, experts chosen by the data: the modules whose parameters these are tell when they run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], used: Sequence[Tensor]) -> None:
+        self._modules = {module for root in modules for module in root.modules()}
+        seen = {id(p): p for module in self._modules for p in module._parameters.values() if p is not None}
+        known = {id(leaf) for leaf in used}
+        self._unused = {key: p for key, p in seen.items() if p.requires_grad and key not in known}
+        self.met: dict[int, Tensor] = {}
+        self.all_seen = known <= set(seen)  # so that there are no parameters but those of these modules
+
+    @property
+    def left(self) -> list[Tensor]:
+        return [p for key, p in self._unused.items() if key not in self.met and p.requires_grad]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in self._modules:
+                if any(id(parameter) in self._unused for parameter in module._parameters.values()):
+                    stack.callback(module.register_forward_pre_hook(self._meet).remove)
+            yield
+
+    def _meet(self, module: nn.Module, _: Any) -> None:
+        self.met |= {id(p): p for p in module._parameters.values() if p is not None and id(p) in self._unused}
 
 
 class Sum:
@@ -101,6 +131,8 @@ def collected_in(sums: Sequence[Sum]) -> Iterator[None]:
     with ExitStack() as stack:
         for total in sums:
             tensor: Any = total.tensor
+            if not tensor.requires_grad:
+                continue
             stack.callback(setattr, tensor, "_backward_hooks", tensor._backward_hooks)
             tensor._backward_hooks = None
             stack.callback(tensor.register_hook(total.take).remove)

@@ -51,8 +51,8 @@ def modules_of(encoder: Any) -> list[nn.Module]:
         elif isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             waiting += [item for item in items if isinstance(item, nn.Module)]
-        elif value is encoder:
-            waiting += [held for held in getattr(value, "__dict__", {}).values() if _may_hold_modules(held)]
+        elif not isinstance(value, type):
+            waiting += [held for held in getattr(value, "__dict__", {}).values() if _is_or_lists_modules(held)]
     return found
 
 
@@ -64,14 +64,16 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     return [value for value in held if _may_hold_modules(value)]
 
 
+def _is_or_lists_modules(value: Any) -> bool:
+    return isinstance(value, nn.Module | dict | list | tuple)
+
+
 def _may_hold_modules(value: Any) -> bool:
-    kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial, dict, list, tuple)
-    return isinstance(value, kinds) and not (isinstance(value, types.FunctionType) and _is_of_torch(value))
-
-
-def _is_of_torch(function: types.FunctionType) -> bool:
-    compiled = "_torchdynamo_orig_callable" in function.__dict__
-    return not compiled and (function.__module__ or "").split(".")[0] == "torch"
+    if isinstance(value, types.ModuleType | type):
+        return False
+    of_torch = (getattr(value, "__module__", None) or "").split(".")[0] == "torch"
+    compiled = "_torchdynamo_orig_callable" in getattr(value, "__dict__", {})
+    return isinstance(value, nn.Module) or compiled or not of_torch
 
 
 def inner(encoder: Any) -> Callable[..., Any]:
