@@ -131,6 +131,25 @@ def test_sparse_gradients_of_an_embedding_stay_sparse() -> None:
     torch.testing.assert_close(got["weight"].to_dense(), wanted["weight"].to_dense(), **EXACT)
 
 
+@pytest.mark.usefixtures("poison")
+def test_rows_that_their_chunk_does_not_use_have_zero_gradient() -> None:
+    model, bias = Mlp().double(), nn.Parameter(torch.ones(5, dtype=torch.float64))
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    contrast(chunked(lambda x: model(x) + bias if len(x) > 1 else bias.expand(1, 5), x, chunk_size=4)).backward()
+    assert x.grad[:8].all()
+    assert torch.equal(x.grad[8], torch.zeros(6, dtype=torch.float64))
+
+
+def test_parameters_whose_gradients_are_one_tensor_get_their_own() -> None:
+    pair = nn.ParameterList(torch.randn(6, dtype=torch.float64) for _ in range(2))
+    x = torch.randn(13, 6, dtype=torch.float64)
+
+    def encode(x: Tensor) -> Tensor:
+        return x * (pair[0] + pair[1])
+
+    assert_same(step(lambda x: chunked(encode, x, chunk_size=4), pair, x), step(encode, pair, x), **EXACT)
+
+
 # ---- several calls, several backwards
 
 

@@ -630,6 +630,24 @@ def test_a_tower_that_is_not_used_is_not_waited_for(pool: Pool) -> None:
         assert not faults
 
 
+def images_after_both(rank: int, group: Any) -> Parameters:
+    plain = TwoTowers()
+    ddp = DistributedDataParallel(plain, process_group=group, find_unused_parameters=True)
+    images, texts = (side[rows_of(SIZES[2], rank)] for side in next(batches(sum(SIZES[2]))))
+    kept = by_methods_alone(ddp, images, texts)
+    mb.clip_loss(*kept, group=group).backward(retain_graph=True)
+    ddp.zero_grad()
+    mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK).pow(3).sum().backward()
+    return gradients_of(plain)
+
+
+def test_features_that_are_kept_after_their_backward_are_not_waited_for(pool: Pool) -> None:
+    plain = TwoTowers()
+    (plain.encode_image(next(batches(sum(SIZES[2])))[0]).pow(3).sum() / 2).backward()
+    for gradients in pool.run(2, images_after_both):
+        assert_same_parameters(gradients, gradients_of(plain), "gradient of")
+
+
 def with_a_frozen_tower(rank: int, group: Any) -> tuple[Training, list[str], int, int]:
     plain = TwoTowers()
     plain.image.requires_grad_(False)
@@ -723,27 +741,36 @@ def with_buffers_apart(rank: int, group: Any, spelling: str) -> tuple[list[Param
     ddp = DistributedDataParallel(plain, process_group=group)
     plain.centre.fill_(1.0 + rank)
     plain.norm.running_mean.fill_(0.3 * rank)
+    holder = Holder(ddp)
     found = []
-    for images, _ in batches(sum(SIZES[2])):
+    for images, _ in batches(sum(SIZES[3])):
         ddp.zero_grad()
-        images = images[rows_of(SIZES[2], rank)]
+        images = images[rows_of(SIZES[3], rank)]
         encoded = {
             "plain": lambda images: ddp(images),  # noqa: PLW0108
             "the wrapper": lambda images: mb.chunked(ddp, images, chunk_size=CHUNK),
             "a method of its module": lambda images: mb.chunked(ddp.module.forward, images, chunk_size=CHUNK),
             "a lambda of the wrapper": lambda images: mb.chunked(lambda x: ddp(x), images, chunk_size=CHUNK),  # noqa: PLW0108
+            "an object that holds the wrapper": lambda images: mb.chunked(
+                lambda x: holder.model(x),
+                images,
+                chunk_size=CHUNK,  # noqa: PLW0108
+            ),
         }[spelling](images)
         encoded.square().sum().backward()
         found.append(gradients_of(plain))
     return found, {name: buffer.clone() for name, buffer in plain.named_buffers()}
 
 
-@pytest.mark.parametrize("spelling", ["the wrapper", "a method of its module", "a lambda of the wrapper"])
+@pytest.mark.parametrize(
+    "spelling",
+    ["the wrapper", "a method of its module", "a lambda of the wrapper", "an object that holds the wrapper"],
+)
 def test_buffers_of_the_first_rank_hold_on_all_from_before_the_forward_on(pool: Pool, spelling: str) -> None:
     """As without chunks."""
-    expected = pool.run(2, with_buffers_apart, "plain")
+    expected = pool.run(3, with_buffers_apart, "plain")
     for (ours, buffers), (plain, plain_buffers) in zip(
-        pool.run(2, with_buffers_apart, spelling), expected, strict=True
+        pool.run(3, with_buffers_apart, spelling), expected, strict=True
     ):
         for step, gradients in enumerate(ours):
             assert_same_parameters(gradients, plain[step], f"step {step}, gradient of")

@@ -76,7 +76,8 @@ def chunked(
         error = refusal
     bounds = [] if batch is None else _bounds(batch.rows, chunk_size)
     sharded = wrappers.is_sharded(modules)
-    most = wrappers.most_chunks(len(bounds), wrappers.groups_of_shards(modules) if sharded else (), error)
+    groups = wrappers.groups_of_shards(modules) if sharded else []
+    most = wrappers.most_chunks(len(bounds), groups, error)
     assert batch is not None
     wrappers.check_same_chunks(len(bounds), modules)
     place = _device_of(modules) if device is None else torch.device(device)
@@ -95,8 +96,15 @@ def chunked(
         autocast=Autocast.now(devices),
         buffers=Buffers(modules),
     )
+    if torch.is_grad_enabled() and not sharded:
+        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+        call.reducers = wrappers.ddps_around(parameters, call.quieted)
+        wrappers.share_buffers(call.reducers)
     gathered = Gathered(batch.rows, chunk_size)
     call.forward(gathered)
+    kinds = wrappers.agreed_kinds([output.kind for output in gathered.outputs], groups)
+    for output, kind in zip(gathered.outputs, kinds, strict=True):
+        output.rows = kind == "rows"
     if len(bounds) > 1:
         _warn_of_batch_norm(modules, call.buffers.written)
     outputs = tuple(output.release() for output in gathered.outputs)
@@ -109,10 +117,10 @@ def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> t
     """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
     if not call.by_side_effect:
         wrappers.check_whole(call.leaves)
-        call.reducers = wrappers.ddps_around(call.leaves, call.quieted)
+        reducers, call.reducers = call.reducers, wrappers.ddps_around(call.leaves, call.quieted)
         call.quieted = list({*call.quieted, *call.reducers})
     if call.trace.hides_leaves and not call.by_side_effect:
-        if call.reducers:
+        if reducers or call.reducers:
             raise ValueError(
                 "chunked: an encoder inside DistributedDataParallel must not have reentrant checkpoints, because their "
                 "gradients would be reduced once per chunk. Checkpoint with use_reentrant=False."

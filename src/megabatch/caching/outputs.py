@@ -42,9 +42,14 @@ class Output:
     path: str
     value: Tensor
     rows: bool
+    either: bool = False  # of shape (1,) in a batch of one: which of the two cannot be seen
     differs: Tensor | None = None  # from another chunk's, where it is one element
     version: int = 0
     apart: Tensor | None = None  # how far the replay is, relative to the largest value
+
+    @property
+    def kind(self) -> str:
+        return "either" if self.either else "rows" if self.rows else "one"
 
     def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor[start:stop] if self.rows else tensor
@@ -116,7 +121,8 @@ class Gathered:
                     f"chunked: {path} must tell one number per row from one for all, got shape (1,) for a chunk of one "
                     "row. Use a chunk_size of at least 2, or leave it out by select."
                 )
-            return Output(path, value.new_empty((self._rows, *value.shape[1:])), rows=True)
+            either = value.shape == (1,) and self._rows == 1
+            return Output(path, value.new_empty((self._rows, *value.shape[1:])), rows=True, either=either)
         if value.numel() == 1 and value.dim() <= 1:
             return Output(path, value.clone(), rows=False)
         raise _not_rows(path, value, rows)

@@ -134,7 +134,7 @@ class Call:
         return outputs
 
     def _asked_for(self) -> list[Tensor]:
-        """Stands for gradients that come by side effect, so that whoever asks autograd for them is heard, and refused."""
+        """Stands for gradients that come by side effect, so that who asks autograd for them is heard, and refused."""
         parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
         return [torch.zeros((), requires_grad=True), *(p for p in parameters if not p._backward_hooks)]
 
@@ -142,6 +142,8 @@ class Call:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
         for ddp in self.reducers:
             _outstanding[ddp].discard(self)
+        if self.by_side_effect:
+            wrappers.check_idle(self.modules)
         self._check_unchanged()
         leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.leaves]
         inputs = [Sum(argument.value) for argument in self.batch.differentiable]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -135,6 +136,14 @@ def quiet(ddps: Sequence[DistributedDataParallel]) -> Iterator[None]:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
 
 
+def share_buffers(ddps: Iterable[Any]) -> None:
+    """Before a forward, as DistributedDataParallel does it: all ranks take those of the first."""
+    for ddp in ddps:
+        if DistributedDataParallel._active_ddp_module is not ddp and ddp._check_sync_bufs_pre_fwd():
+            with torch.no_grad():
+                ddp._sync_buffers()
+
+
 def passed_through(ddp: Any, outputs: tuple[Tensor, ...], earlier: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs, as if the module's forward had given them: one forward for DistributedDataParallel's books.
 
@@ -142,9 +151,10 @@ def passed_through(ddp: Any, outputs: tuple[Tensor, ...], earlier: Sequence[Tens
     """
     if DistributedDataParallel._active_ddp_module is ddp:  # its forward is what calls us
         return outputs
-    ddp._run_ddp_forward = lambda: (*outputs, *earlier)
+    ddp.require_forward_param_sync = False  # done before the first chunk, or too late now; forward sets it again
+    ddp._run_ddp_forward = lambda *_: (*outputs, *earlier)
     try:
-        given: tuple[Tensor, ...] = ddp.forward()[: len(outputs)]
+        given: tuple[Tensor, ...] = ddp.forward(None)[: len(outputs)]  # it expects to be given something
         return given
     finally:
         del ddp._run_ddp_forward
@@ -165,6 +175,17 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
             "Use torch.distributed.fsdp.fully_shard."
         )
     return any(isinstance(module, fsdp.FSDPModule) for module in below)
+
+
+def check_idle(modules: Iterable[nn.Module]) -> None:
+    """`fully_shard` takes a forward in the middle of its own backward for a checkpoint's."""
+    for module in (module for root in modules for module in root.modules()):
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        if state is not None and state._training_state.name != "IDLE":
+            raise RuntimeError(
+                "chunked: an encoder under fully_shard must not be called both in chunks and without in one backward, "
+                f"got a {type(module).__name__} that is busy with its own. Call it by chunked everywhere in the step."
+            )
 
 
 def check_whole(leaves: Iterable[Tensor]) -> None:
@@ -205,6 +226,14 @@ def most_chunks(own: int, group_names: Iterable[str], error: Exception | None) -
     if error is not None:
         raise error
     return own
+
+
+def agreed_kinds(kinds: list[str], group_names: Iterable[str]) -> list[str]:
+    """What each output is: a rank with a single row may not know, and takes the word of another."""
+    for name in group_names:
+        ranks = [fact["kinds"] for fact in Ranks("chunked", name).agree({}, {"kinds": kinds})]
+        kinds = [next((kind for kind in each if kind != "either"), "either") for each in zip(*ranks, strict=True)]
+    return kinds
 
 
 def check_same_chunks(own: int, modules: Iterable[nn.Module]) -> None:
