@@ -319,6 +319,9 @@ def test_a_scale_passes_through_with_its_gradient_once(shape: tuple[int, ...], r
     (got * 3).sum().backward()
     torch.testing.assert_close(scale.grad, (torch.ones_like(scale) if raw else scale.exp().detach()) * 3)
     assert features.shape == x.shape
+    with torch.no_grad():
+        got.zero_()
+    assert scale.item() == 0.5  # the output is its own tensor
 
 
 def test_a_scale_that_is_also_used_on_the_features_gets_both_gradients() -> None:

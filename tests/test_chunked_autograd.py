@@ -445,6 +445,14 @@ def test_batch_norm_does_not_warn_where_it_does_no_harm() -> None:
     chunked(model, x, chunk_size=5)
 
 
+@pytest.mark.usefixtures("may_warn")
+def test_batch_norm_that_keeps_no_statistics_warns_in_eval_mode_too() -> None:
+    """It has none but those of the chunk, in every mode."""
+    model, x = Normed(track_running_stats=False).double().eval(), mlp()[1]
+    with pytest.warns(UserWarning, match="chunked: the encoder has BatchNorm"):
+        chunked(model, x, chunk_size=5)
+
+
 def by_method_of_a_plain_object(model: nn.Module) -> Any:
     class Trainer:
         def __init__(self) -> None:

@@ -752,9 +752,9 @@ def with_buffers_apart(rank: int, group: Any, spelling: str) -> tuple[list[Param
             "a method of its module": lambda images: mb.chunked(ddp.module.forward, images, chunk_size=CHUNK),
             "a lambda of the wrapper": lambda images: mb.chunked(lambda x: ddp(x), images, chunk_size=CHUNK),  # noqa: PLW0108
             "an object that holds the wrapper": lambda images: mb.chunked(
-                lambda x: holder.model(x),
+                lambda x: holder.model(x),  # noqa: PLW0108
                 images,
-                chunk_size=CHUNK,  # noqa: PLW0108
+                chunk_size=CHUNK,
             ),
         }[spelling](images)
         encoded.square().sum().backward()
@@ -996,7 +996,7 @@ SHARDED = {
     "its methods": (TwoTowers, by_its_methods),
     "lambdas": (TwoTowers, by_lambdas),
     "one tower for both": (SharedTower, by_the_shared),
-    "the first tower alone": (TwoTowers, by_the_first_alone),
+    "an object that holds the model": (TwoTowers, by_a_holder_of_the_wrapper),
     "the last tower alone": (TwoTowers, by_the_last_alone),
 }
 
@@ -1033,6 +1033,22 @@ def test_encoders_on_a_mesh_of_two_dimensions_train_as_one_process(pool: Pool, s
     expected = one_process(kind, sum(sizes))
     for training in pool.run(4, under_fsdp, kind, step, sizes, "2x2", {}):
         assert_same(training, expected)
+
+
+def plain_after_chunked(rank: int, group: Any) -> str:
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group)
+        images, texts = (side[rows_of(SIZES[3], rank)] for side in next(batches(sum(SIZES[3]))))
+        loss = mb.clip_loss(*by_the_first_alone(model, images, texts), group=group)
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        return str(caught.value)
+
+
+def test_a_sharded_encoder_called_in_chunks_and_then_without_is_refused_on_every_rank(pool: Pool) -> None:
+    """Its backward would have to run forwards amid another backward, which fully_shard does not survive."""
+    for text in pool.run(3, plain_after_chunked):
+        assert "must not be called both in chunks and without" in text
 
 
 @pytest.mark.parametrize("sizes", [(1, 5), (5, 1), (1, 1), (1, 0)], ids=str)
@@ -1284,9 +1300,9 @@ def test_inputs_of_a_sharded_encoder_have_their_gradient(pool: Pool) -> None:
 def hidden(rank: int, group: Any, whole_model: bool) -> str:
     with torch_may_warn():
         model = TwoTowers()
-        holder = Holder(fully_shard(model, mesh=mesh_of(group)) if whole_model else sharded(model, group))
+        holder = Holder(Holder(fully_shard(model, mesh=mesh_of(group)) if whole_model else sharded(model, group)))
         with pytest.raises(ValueError) as caught:
-            mb.chunked(lambda x, y: holder.model(x, y), *next(batches(6)), chunk_size=CHUNK)  # noqa: PLW0108
+            mb.chunked(lambda x, y: holder.model.model(x, y), *next(batches(6)), chunk_size=CHUNK)  # noqa: PLW0108
         return str(caught.value)
 
 

@@ -75,11 +75,11 @@ def chunked(
     except (ValueError, TypeError) as refusal:
         error = refusal
     bounds = [] if batch is None else _bounds(batch.rows, chunk_size)
+    wrappers.check_same_chunks(len(bounds), modules, error)
     sharded = wrappers.is_sharded(modules)
     groups = wrappers.groups_of_shards(modules) if sharded else []
     most = wrappers.most_chunks(len(bounds), groups, error)
     assert batch is not None
-    wrappers.check_same_chunks(len(bounds), modules)
     place = _device_of(modules) if device is None else torch.device(device)
     devices = _devices(modules, batch, place)
     inner = wrappers.inner(encoder)
@@ -116,16 +116,17 @@ def chunked(
 def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
     if not call.by_side_effect:
-        wrappers.check_whole(call.leaves)
-        reducers, call.reducers = call.reducers, wrappers.ddps_around(call.leaves, call.quieted)
-        call.quieted = list({*call.quieted, *call.reducers})
-    if call.trace.hides_leaves and not call.by_side_effect:
-        if reducers or call.reducers:
+        if not call.unused.all_seen:
+            wrappers.check_whole(call.trace.leaves)
+            call.reducers = wrappers.ddps_around(call.leaves, call.reducers)
+            call.quieted = list({*call.quieted, *call.reducers})
+        if call.trace.hides_leaves and call.reducers:
             raise ValueError(
                 "chunked: an encoder inside DistributedDataParallel must not have reentrant checkpoints, because their "
                 "gradients would be reduced once per chunk. Checkpoint with use_reentrant=False."
             )
-        call.by_side_effect = True
+        call.by_side_effect = call.trace.hides_leaves
+        call.reducers = wrappers.reducing(call.leaves, call.reducers)
     call.remember(gathered.outputs)
     return call.connect(outputs)
 

@@ -95,11 +95,11 @@ class Call:
         if self.padding:
             with torch.no_grad(), self.randomness.replayed(), self.buffers.spared():
                 for _ in range(self.padding):
-                    self.run(*self._spare_row())
+                    self.run(*self._spare_rows())
         gathered.finish()
 
-    def _spare_row(self) -> tuple[int, int]:
-        return 0, min(1, self.batch.rows)
+    def _spare_rows(self) -> tuple[int, int]:
+        return 0, min(2, self.batch.rows)  # a norm may want more than one
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -207,7 +207,7 @@ class Call:
 
     def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
         with torch.enable_grad(), self.autocast.again(), self.randomness.replayed():
-            output, _ = self.run(*self._spare_row())
+            output, _ = self.run(*self._spare_rows())
         used = [  # as by any chunk but the first
             tensor
             for tensor, into, gradient in zip(tensors_of(output), self.outputs, upstream, strict=True)

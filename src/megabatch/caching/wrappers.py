@@ -97,9 +97,9 @@ def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParall
     """Those that reduce the gradients of the tensors: among the ones `below`, and wherever else they are kept."""
     if not dist.is_initialized():
         return []
-    wanted = {id(tensor) for tensor in tensors}
-    found = [ddp for ddp in below if wanted & _parameters(ddp)]
-    wanted -= set().union(*map(_parameters, found))
+    tensors = list(tensors)
+    found = reducing(tensors, below)
+    wanted = {id(tensor) for tensor in tensors} - set().union(*map(_parameters, found))
     if wanted - set().union(*_known_ddps.values()):
         for thing in gc.get_objects():
             if issubclass(type(thing), DistributedDataParallel):
@@ -112,6 +112,12 @@ def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParall
             "Delete the wrappers that are not used, or pass the one that is."
         )
     return found + [ddp for ddp, parameters in _known_ddps.items() if wanted & parameters]
+
+
+def reducing(tensors: Iterable[Tensor], ddps: Iterable[DistributedDataParallel]) -> list[DistributedDataParallel]:
+    """Those among them that reduce the gradients of the tensors."""
+    wanted = {id(tensor) for tensor in tensors}
+    return [ddp for ddp in ddps if wanted & _parameters(ddp)]
 
 
 def _parameters(ddp: DistributedDataParallel) -> frozenset[int]:
@@ -188,9 +194,15 @@ def check_idle(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def check_whole(leaves: Iterable[Tensor]) -> None:
-    """None of them is one that `fully_shard` fills for the time of a forward, in a module that was not seen."""
-    if any(leaf.numel() and not leaf.is_meta and not leaf.untyped_storage().size() for leaf in leaves):
+def check_whole(leaves: Sequence[Tensor]) -> None:
+    """None of these, which belong to no module that was seen, is one that `fully_shard` fills for a forward."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    wanted = {id(leaf) for leaf in leaves}
+    shards = [thing for thing in gc.get_objects() if issubclass(type(thing), fsdp.FSDPModule)]
+    emptied = any(leaf.numel() and not leaf.is_meta and not leaf.untyped_storage().size() for leaf in leaves)
+    if emptied or any(id(parameter) in wanted for module in shards for parameter in module.parameters()):
         raise ValueError(
             "chunked: encoder must be a module, a method of one, or a function that holds it in a variable, where "
             "parameters are sharded by fully_shard, got something whose modules cannot be seen."
@@ -210,7 +222,8 @@ def groups_of_shards(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def _groups_of(root: nn.Module) -> list[str]:
-    meshes = {mesh for parameter in root.parameters() if (mesh := getattr(parameter, "device_mesh", None)) is not None}
+    kept_on = [getattr(parameter, "device_mesh", None) for parameter in root.parameters()]
+    meshes = dict.fromkeys(mesh for mesh in kept_on if mesh is not None)  # in the same order on all ranks
     groups = [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
     return list(dict.fromkeys(group.group_name for group in groups if dist.get_world_size(group) > 1))
 
@@ -236,10 +249,10 @@ def agreed_kinds(kinds: list[str], group_names: Iterable[str]) -> list[str]:
     return kinds
 
 
-def check_same_chunks(own: int, modules: Iterable[nn.Module]) -> None:
-    """Norms that synchronise their statistics meet in every forward."""
+def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception | None) -> None:
+    """Norms that synchronise their statistics meet in every forward. An `error` is raised on all ranks that would."""
     below = [module for root in modules for module in root.modules()]
     groups = [module.process_group for module in below if isinstance(module, nn.SyncBatchNorm) and module.training]
     group: Any = groups[0] or dist.group.WORLD if groups else None
     if group is not None and dist.get_world_size(group) > 1:
-        Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {})
+        Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {}, error)
