@@ -293,6 +293,69 @@ def test_layers_that_a_chunk_skips_at_random_get_the_gradients_of_the_others() -
     assert_same(step(lambda x: chunked(model, x, chunk_size=3), model, x), wanted, **EXACT)
 
 
+class RawExperts(nn.Module):
+    """Parameters that belong to no module which is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.scales = nn.ParameterList(torch.randn(5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scales[len(x) % 2]
+
+
+def leaf() -> Tensor:
+    return torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "a leaf in a closure", "another leaf in a closure"])
+def test_a_leaf_that_only_a_later_chunk_uses_is_never_silently_without_its_gradient(kind: str) -> None:
+    model, (x,) = RawExperts().double(), make_inputs("mlp", 9)
+    late, always = leaf(), leaf()
+    encode = {
+        "parameters": model,
+        "a leaf in a closure": lambda x: model.linear(x) * (late if len(x) == 1 else 1),
+        "another leaf in a closure": lambda x: model.linear(x) * always * (late if len(x) == 1 else 1),
+    }[kind]
+    tensors = trained(model) | {"late": late, "always": always}
+    wanted = backward(contrast(encode(x[:8])) + contrast(encode(x[8:])), tensors)
+    features = chunked(encode, x, chunk_size=4)
+    try:
+        got = backward(contrast(features[:8]) + contrast(features[8:]), tensors)
+    except RuntimeError as refusal:
+        assert "must use the same parameters" in str(refusal)  # noqa: PT017
+    else:
+        assert_same(got, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("constant", [0, 1, 2])
+def test_a_chunk_without_any_gradient_among_others(constant: int) -> None:
+    model, (x,) = Mlp().double(), make_inputs("mlp", 12)
+    x[:, 0] = 1.0
+    x[4 * constant : 4 * constant + 4, 0] = -1.0
+
+    def encode(x: Tensor) -> Tensor:
+        return model(x) if x[0, 0] > 0 else x.new_ones(len(x), 5)
+
+    got = step(lambda x: chunked(encode, x, chunk_size=4), model, x)
+    assert_same(got, step(lambda x: torch.cat([encode(part) for part in x.split(4)]), model, x), **EXACT)
+
+
+def test_an_output_that_has_a_gradient_in_later_chunks_only() -> None:
+    model, (x,) = nn.ModuleList([Mlp(), Mlp()]).double(), make_inputs("mlp", 9)
+
+    def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+        return model[0](x), model[1](x) if len(x) == 1 else x.new_ones(len(x), 5)
+
+    def whole(x: Tensor) -> Tensor:
+        first, second = zip(*(encode(part) for part in x.split(4)), strict=True)
+        return torch.cat([*first, *second], 0)
+
+    got = step(lambda x: torch.cat(chunked(encode, x, chunk_size=4)), model, x)
+    assert_same(got, step(whole, model, x), **EXACT)
+
+
 # ---- randomness
 
 

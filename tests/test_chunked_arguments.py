@@ -208,6 +208,18 @@ def test_a_list_in_split_whose_tensors_want_gradients_gives_them_all() -> None:
     assert_same(got, backward(contrast(encode(images)), tensors), **EXACT)
 
 
+def test_gradients_pass_on_to_what_made_the_items_of_a_list() -> None:
+    model, x = linear()
+    stem, _ = linear()
+    both = nn.ModuleList([stem, model])
+
+    def encode(images: list[Tensor]) -> Tensor:
+        return model(torch.stack(images))
+
+    got = step(lambda x: chunked(encode, [stem(row) for row in x], chunk_size=2, split="images"), both, x)
+    assert_same(got, step(lambda x: model(stem(x)), both, x), **EXACT)
+
+
 def test_an_encoders_own_keyword_named_encoder_passes() -> None:
     model, x = linear()
 

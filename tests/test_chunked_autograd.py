@@ -580,6 +580,16 @@ def test_an_encoder_with_reentrant_checkpoints_gives_gradients_of_inputs_and_acc
             torch.testing.assert_close(tensor.grad, wanted[name] * times, **EXACT)
 
 
+def test_hooks_under_reentrant_checkpoints_see_the_gradients_of_chunks_and_nothing_else() -> None:
+    model, (x,) = Checkpointed(True).double(), make_inputs("vit", 12)
+    wanted = step(model, model, x)
+    seen: list[Tensor] = []
+    model.head.weight.register_hook(seen.append)
+    contrast(chunked(model, x, chunk_size=4)).backward()
+    assert len(seen) == 3
+    torch.testing.assert_close(sum(seen), wanted["head.weight"], **EXACT)
+
+
 @pytest.mark.filterwarnings(OF_NO_GRAPH)
 def test_autograd_grad_through_reentrant_checkpoints_is_refused() -> None:
     model, (x,) = Checkpointed(True).double(), make_inputs("vit", 13)

@@ -183,7 +183,7 @@ def _devices(modules: Sequence[nn.Module], batch: Batch, place: torch.device | N
 
 def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Module]) -> None:
     norms = [m for root in modules for m in root.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if any(norm.training and (norm in written or not norm.track_running_stats) for norm in norms):
+    if any(norm in written or norm.running_mean is None for norm in norms):
         checks.warn_once(
             "chunked",
             "chunked: the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "

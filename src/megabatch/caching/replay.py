@@ -198,12 +198,8 @@ class Call:
         if self.by_side_effect:
             torch.autograd.backward(outputs, gradients)
             return [stand_in.grad for stand_in in stand_ins]
-        unexpected = self.unused.left
-        wanted = [*(total.tensor for total in leaves), *unexpected, *stand_ins]
-        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
-        if any(gradient is not None for gradient in found[: len(unexpected)]):
-            raise self._other_parameters()
-        return found[len(unexpected) :]
+        wanted = [*(total.tensor for total in leaves), *stand_ins]
+        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
 
     def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
         with torch.enable_grad(), self.autocast.again(), self.randomness.replayed():
@@ -226,20 +222,17 @@ class Call:
                 )
 
     def _check_trace(self, index: int, tensors: list[Tensor], stand_ins: list[Tensor]) -> None:
-        """That gradients go where they are collected: of the traced chunk, and of all where leaves are out of sight."""
-        if self.by_side_effect or (index != self.traced and self.unused.all_seen):
+        """That gradients go where they are collected."""
+        if self.by_side_effect:
             return
         again = Trace.of(tensors, [*stand_ins, *self.batch.items])
         now, then, all = ({id(leaf) for leaf in leaves} for leaves in (again.leaves, self.trace.leaves, self.leaves))
         if not now <= all or (index == self.traced and (now, again.wanted) != (then, self.trace.wanted)):
-            raise self._other_parameters()
-
-    def _other_parameters(self) -> RuntimeError:
-        return RuntimeError(
-            "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
-            "forward, got others. Freeze, unfreeze or replace parameters after the backward; and let "
-            "parameters that only some chunks use belong to modules that are called, and that the encoder is or holds."
-        )
+            raise RuntimeError(
+                "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
+                "forward, got others. Freeze, unfreeze or replace parameters after the backward; and let parameters "
+                "that only some chunks use belong to modules that are called, and that the encoder is or holds."
+            )
 
 
 class Replay(torch.autograd.Function):

@@ -40,9 +40,10 @@ class Trace:
             node = waiting.pop()
             if node in ends:
                 continue
-            if hasattr(node, "variable"):
-                leaves[id(node.variable)] = node.variable
-            elif node._sequence_nr() < began:
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves[id(leaf)] = leaf
+                continue
+            if node._sequence_nr() < began:
                 raise ValueError(
                     "chunked: encoder must not use tensors with a gradient history outside of it, other than its "
                     f"arguments, got {node.name()}. Pass the tensor as an argument, and name it in whole."
@@ -68,10 +69,6 @@ class Unused:
         self._unused = {key: p for key, p in seen.items() if p.requires_grad and key not in known}
         self.met: dict[int, Tensor] = {}
         self.all_seen = known <= set(seen)  # so that there are no parameters but those of these modules
-
-    @property
-    def left(self) -> list[Tensor]:
-        return [p for key, p in self._unused.items() if key not in self.met and p.requires_grad]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
