@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checks import have_tangents
-from .nested import Name, Names, leaves_of, map_leaves
+from .conditions import versions
+from .nested import Name, Names, holds_tensors, leaves_of, map_leaves
 
 Transform = Callable[[Any], Any]
 
@@ -67,13 +68,16 @@ class Batch:
     ) -> None:
         self._call = (args, kwargs)
         self._positional_names = positional_names
-        self._uncut = split
+        self._whole, self._split = whole, split
+        self._lists: list[tuple[str, int]] = []
         self.arguments: list[Argument] = []
         self._map(lambda value, path, names: self.arguments.append(Argument(path, names, value)))
         self._choose(whole, split)
         self.rows = self._count_rows()
+        self._check_lists()
         self._attach(transform)
         self.differentiable = [argument for argument in self.arguments if argument.differentiable]
+        self._versions = versions(argument.value for argument in self.arguments)
         # In lists that are split: passed as they are, and their gradients collected as parameters' are.
         self.items = [item for argument in self.arguments for item in argument.items if item.requires_grad]
 
@@ -82,10 +86,28 @@ class Batch:
         mapped = []
         for i, value in enumerate(args):
             own_name = self._positional_names[i] if i < len(self._positional_names) else f"args[{i}]"
-            mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), self._uncut))
+            mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), self._is_leaf))
         return tuple(mapped), {
-            name: map_leaves(value, visit, name, frozenset({name}), self._uncut) for name, value in kwargs.items()
+            name: map_leaves(value, visit, name, frozenset({name}), self._is_leaf) for name, value in kwargs.items()
         }
+
+    def _is_leaf(self, value: Any, path: str, names: Names) -> bool:
+        if not names.isdisjoint(self._split):
+            return True
+        if names.isdisjoint(self._whole) and not holds_tensors(value):
+            self._lists.append((path, len(value)))
+        return False
+
+    def _check_lists(self) -> None:
+        """What has one entry per row and is no tensor would be passed whole, and read from its beginning every time."""
+        arrays = [a for a in self.arguments if not a.split and a.names.isdisjoint(self._whole)]
+        sized = [(a.path, len(a.value)) for a in arrays if hasattr(a.value, "shape") and a.value.shape]
+        for path, length in (*self._lists, *sized):
+            if length == self.rows > 1:
+                raise ValueError(
+                    f"chunked: {path} must be named in split, to be cut along its items, or in whole, because it is no "
+                    f"tensor and has as many items as the batch has rows, got {length}."
+                )
 
     def _choose(self, whole: Collection[Name], split: Collection[Name]) -> None:
         for option, chosen in (("whole", whole), ("split", split)):
@@ -93,7 +115,7 @@ class Batch:
         for argument in self.arguments:
             kept, cut = not argument.names.isdisjoint(whole), not argument.names.isdisjoint(split)
             if kept and cut:
-                raise ValueError(f"chunked: {argument.path} must be named in whole or in split, got both.")
+                raise ValueError(f"chunked: {argument.path} must be named in whole or in split, got both. Drop one.")
             if have_tangents(argument.value if isinstance(argument.value, Tensor) else None):
                 raise ValueError(
                     f"chunked: {argument.path} must not carry a forward-mode tangent, because there is only a "
@@ -153,6 +175,15 @@ class Batch:
             )
         split[0].transform = transform
 
+    def check_unwritten(self) -> None:
+        """By the forward, that is."""
+        for argument, before in zip(self.arguments, self._versions, strict=True):
+            if versions([argument.value]) != [before]:
+                raise ValueError(
+                    f"chunked: {argument.path} must not be written to by the encoder or the transform, because the "
+                    "backward reads it again, got an operation in place. Use one that is not, or clone first."
+                )
+
     def chunk(
         self, start: int, stop: int, device: torch.device | None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
@@ -162,14 +193,20 @@ class Batch:
         for argument in self.arguments:
             piece = argument.piece(start, stop)
             if argument.differentiable:
-                piece = piece.detach().requires_grad_()
-                stand_ins.append(piece)
-            if isinstance(piece, Tensor) and device is not None and piece.device != device:
-                piece = piece.to(device, non_blocking=True)
+                stand_ins.append(piece.detach().requires_grad_())
+                piece = stand_ins[-1] if argument.value.is_leaf else stand_ins[-1].clone()  # which may be written to
+            if device is not None:
+                piece = map_leaves(piece, lambda leaf, *_: _moved(leaf, device), argument.path)
             pieces.append(piece if argument.transform is None else argument.transform(piece))
         following: Iterator[Any] = iter(pieces)
         args, kwargs = self._map(lambda *_: next(following))
         return args, kwargs, stand_ins
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.device == device:
+        return leaf
+    return leaf.to(device, non_blocking=leaf.device.type == "cpu")
 
 
 def _check_layout(argument: Argument) -> None:

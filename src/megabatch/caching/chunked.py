@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks
 from . import wrappers
@@ -33,7 +34,7 @@ def chunked(
 ) -> Any:
     """Encode a batch of any size, holding the activations of one chunk at a time.
 
-    Equals, in value and in every gradient,
+    Equals, up to rounding in value and in every gradient,
 
         encoder(*args, **kwargs)
 
@@ -44,7 +45,7 @@ def chunked(
     Args:
         encoder: A module, a method of one, or a function. Under DistributedDataParallel: the wrapper, or, for the
             towers of a wrapped model, `ddp.module.encode_image`. Rows must not see each other: BatchNorm in training
-            does, and warns.
+            does, and warns; logits of the batch against itself do, and must not be selected.
         args, kwargs: As the encoder takes them: tensors, also nested in tuples, lists, dicts and their relatives, and
             anything else. Every tensor of at least one dimension is split along dim 0, and all of these must have
             the same number of rows; 0-d tensors and all that is no tensor are passed whole.
@@ -66,45 +67,35 @@ def chunked(
     options = {"select": select, "whole": whole, "split": split, "transform": transform, "device": device}
     given = ["chunk_size", *(name for name, value in options.items() if value is not None and value != ())]
     modules = wrappers.modules_of(encoder)
-    error: Exception | None = None
-    batch: Batch | None = None
-    try:
-        _check_chunk_size(chunk_size)
-        positional = _positional_names(encoder, len(args), given)
-        batch = Batch(args, kwargs, positional, _several(whole), _several(split), transform)
-    except (ValueError, TypeError) as refusal:
-        error = refusal
-    bounds = [] if batch is None else _bounds(batch.rows, chunk_size)
-    wrappers.check_same_chunks(len(bounds), modules, error)
-    sharded = wrappers.is_sharded(modules)
-    groups = wrappers.groups_of_shards(modules) if sharded else []
-    most = wrappers.most_chunks(len(bounds), groups, error)
-    assert batch is not None
+    batch, bounds, padding, groups = _plan(
+        modules,
+        chunk_size,
+        lambda: Batch(
+            args, kwargs, _positional_names(encoder, len(args), given), _several(whole), _several(split), transform
+        ),
+    )
     place = _device_of(modules) if device is None else torch.device(device)
     devices = _devices(modules, batch, place)
     inner = wrappers.inner(encoder)
+    sharded = wrappers.is_sharded(modules)
     call = Call(
         encoder=lambda *args, **kwargs: selected(inner(*args, **kwargs), select),
         batch=batch,
         device=place,
         bounds=bounds,
-        padding=most - len(bounds),
+        padding=padding,
         by_side_effect=sharded,
         modules=modules,
         quieted=wrappers.ddps_below(modules),
+        reducers=_reducers(modules, sharded) if torch.is_grad_enabled() else [],
         randomness=Randomness(devices),
         autocast=Autocast.now(devices),
-        buffers=Buffers(modules),
+        buffers=Buffers(modules, copied=torch.is_grad_enabled()),
     )
-    if torch.is_grad_enabled() and not sharded:
-        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        call.reducers = wrappers.ddps_around(parameters, call.quieted)
-        wrappers.share_buffers(call.reducers)
     gathered = Gathered(batch.rows, chunk_size)
+    wrappers.share_buffers(call.reducers)
     call.forward(gathered)
-    kinds = wrappers.agreed_kinds([output.kind for output in gathered.outputs], groups)
-    for output, kind in zip(gathered.outputs, kinds, strict=True):
-        output.rows = kind == "rows"
+    gathered.settle(wrappers.agreed_kinds(gathered.kinds, groups, gathered.difference))
     if len(bounds) > 1:
         _warn_of_batch_norm(modules, call.buffers.written)
     outputs = tuple(output.release() for output in gathered.outputs)
@@ -113,11 +104,45 @@ def chunked(
     return gathered.structure(outputs)
 
 
+def _plan(
+    modules: Sequence[nn.Module], chunk_size: int, make_batch: Callable[[], Batch]
+) -> tuple[Batch, list[tuple[int, int]], int, list[str]]:
+    """The batch, the bounds of its chunks, how many are to be added for other ranks' sake, and the groups of these.
+
+    What is wrong with the arguments on one rank is raised on all that would wait for it.
+    """
+    error: Exception | None = None
+    bounds: list[tuple[int, int]] = []
+    try:
+        _check_chunk_size(chunk_size)
+        batch = make_batch()
+        bounds = [(start, min(start + chunk_size, batch.rows)) for start in range(0, max(batch.rows, 1), chunk_size)]
+    except (ValueError, TypeError) as refusal:
+        error = refusal
+    wrappers.check_same_chunks(len(bounds), modules, error)
+    groups = wrappers.groups_of_shards(modules) if wrappers.is_sharded(modules) else []
+    most = wrappers.most_chunks(len(bounds), groups, error)
+    return batch, bounds, most - len(bounds), groups
+
+
+def _reducers(modules: Sequence[nn.Module], sharded: bool) -> list[DistributedDataParallel]:
+    """The wrappers that reduce gradients of these modules."""
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    whole = [p for p in parameters if not hasattr(p, "device_mesh")]
+    reducers = wrappers.ddps_around(whole, wrappers.ddps_below(modules))
+    if reducers and sharded:
+        raise ValueError(
+            "chunked: encoder must be under DistributedDataParallel or fully_shard, got one that holds modules "
+            "of both. Call chunked for each."
+        )
+    return reducers
+
+
 def _connected(call: Call, gathered: Gathered, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The outputs with their place in autograd's graph, and in the books of who reduces gradients."""
+    """The outputs with their place in autograd's graph, and known to who reduces gradients."""
     if not call.by_side_effect:
         if not call.unused.all_seen:
-            wrappers.check_whole(call.trace.leaves)
+            wrappers.check_not_sharded(call.trace.leaves)
             call.reducers = wrappers.ddps_around(call.leaves, call.reducers)
             call.quieted = list({*call.quieted, *call.reducers})
         if call.trace.hides_leaves and call.reducers:
@@ -135,22 +160,21 @@ def _several(names: Name | Sequence[Name]) -> Sequence[Name]:
     return [names] if isinstance(names, str | int) else names
 
 
-def _bounds(rows: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Of every chunk; one that is empty where there are no rows, to learn what the outputs look like."""
-    return [(start, min(start + chunk_size, rows)) for start in range(0, max(rows, 1), chunk_size)]
-
-
 def _check_chunk_size(chunk_size: int) -> None:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunked: chunk_size must be a whole number of rows, got {type(chunk_size).__name__}.")
+        raise TypeError(
+            f"chunked: chunk_size must be a whole number of rows, got {chunk_size!r}. Convert it with int()."
+        )
     if chunk_size < 1:
-        raise ValueError(f"chunked: chunk_size must be at least 1, got {chunk_size}.")
+        raise ValueError(f"chunked: chunk_size must be at least 1, got {chunk_size}. Take the largest that fits.")
 
 
 def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[str]:
     """Those of the encoder's first arguments, once it is sure that no option of ours is one of its keywords."""
     if not callable(encoder):
-        raise TypeError(f"chunked: encoder must be callable, got {type(encoder).__name__}.")
+        raise TypeError(
+            f"chunked: encoder must be callable, got {type(encoder).__name__}. Pass a module or a function."
+        )
     target: Any = wrappers.inner(encoder)
     target = getattr(target, "_orig_mod", target)  # of a compiled module
     bound = set(target.keywords) if isinstance(target, partial) else set()
@@ -170,7 +194,7 @@ def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[st
 
 
 def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
-    devices = {tensor.device for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
     return devices.pop() if len(devices) == 1 else None
 
 
@@ -189,6 +213,6 @@ def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Modul
             "chunked: the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "
             "the whole batch, so chunks give other results than the batch would. Freeze it (.eval() on these layers), "
             "replace it by GroupNorm or LayerNorm, or synchronise it over ranks (SyncBatchNorm) to make up for small "
-            "chunks. Running statistics are updated once, by the forward.",
+            "chunks. Running statistics are updated by the forward, once per chunk.",
             stacklevel=6,
         )

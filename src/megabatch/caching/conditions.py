@@ -3,12 +3,16 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 States = list[Tensor]
+
+LARGEST_STATE = 2**20  # elements of a buffer that is taken for state, and copied
+_one_at_a_time = RLock()  # autograd has a thread per device, and they share the generator of the CPU
 
 
 class Randomness:
@@ -28,13 +32,14 @@ class Randomness:
     @contextmanager
     def replayed(self, states: States | None = None) -> Iterator[None]:
         """From these states on, or from here; afterwards as if nothing had been drawn."""
-        before = self.states()
-        try:
-            if states is not None:
-                self._set(states)
-            yield
-        finally:
-            self._set(before)
+        with _one_at_a_time:
+            before = self.states()
+            try:
+                if states is not None:
+                    self._set(states)
+                yield
+            finally:
+                self._set(before)
 
 
 def _has_generator(device: torch.device) -> bool:
@@ -83,41 +88,57 @@ class Autocast:
 
 
 class Buffers:
-    """The buffers of an encoder's modules, to see which ones a forward writes to, and to spare those in another."""
+    """The buffers of an encoder's modules: which of them a forward writes to, and how they were before."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [module for root in modules for module in root.modules()]
-        self._before = self._now()
-        self._written: list[nn.Module] = []
+    def __init__(self, modules: Iterable[nn.Module], copied: bool) -> None:
+        self._modules = list(dict.fromkeys(module for root in modules for module in root.modules()))
+        self._before = [dict(module.named_buffers(recurse=False)) for module in self._modules]
+        self._versions = [versions(buffers.values()) for buffers in self._before]
+        self._copies = [_copies(buffers) if copied and m.training else {} for m, buffers in self._all()]
+        self.written: list[nn.Module] = []
 
-    def _now(self) -> list[list[tuple[Tensor | None, int]]]:
-        return [[(buffer, _version(buffer)) for buffer in module._buffers.values()] for module in self._modules]
+    def _all(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        return zip(self._modules, self._before, strict=True)
 
     def look(self) -> None:
         """After a forward: modules whose buffers it wrote to or replaced keep state, as BatchNorm does."""
-        self._written = [
-            module
-            for module, before, now in zip(self._modules, self._before, self._now(), strict=True)
-            if any(a is not b or old != new for (a, old), (b, new) in zip(before, now, strict=True))
-        ]
-        self._before = []
-
-    @property
-    def written(self) -> list[nn.Module]:
-        return self._written
+        for (module, before), old in zip(self._all(), self._versions, strict=True):
+            now = dict(module.named_buffers(recurse=False))
+            if [*map(id, now.values())] != [*map(id, before.values())] or versions(now.values()) != old:
+                self.written.append(module)
+        kept = dict(zip(self._modules, self._copies, strict=True))
+        self._modules, self._before = self.written, []
+        self._copies = [kept[module] for module in self.written]
 
     @contextmanager
-    def spared(self) -> Iterator[None]:
-        """What is written to these modules' buffers is forgotten."""
-        kept = [dict(module._buffers) for module in self._written]
-        for module in self._written:
+    def spared(self, rewound: bool) -> Iterator[None]:
+        """What is written to these modules' buffers is forgotten. `rewound`: as they were before the forward."""
+        kept = [dict(module._buffers) for module in self.written]
+        for module, copies in zip(self.written, self._copies, strict=True):
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.clone()
+                if buffer is not None:
+                    module._buffers[name] = (copies.get(name, buffer) if rewound else buffer).clone()
         try:
             yield
         finally:
-            for module, buffers in zip(self._written, kept, strict=True):
+            for module, buffers in zip(self.written, kept, strict=True):
                 module._buffers.update(buffers)
+
+
+def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without those that are weights rather than state."""
+    return {name: buffer.clone() for name, buffer in buffers.items() if buffer.numel() <= LARGEST_STATE}
+
+
+@contextmanager
+def without_fast_paths() -> Iterator[None]:
+    """torch's transformer layers take another path in eval mode where there is no graph, with other values."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -2,34 +2,39 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 Name = str | int
 Names = frozenset[Name]
 Visit = Callable[[Any, str, Names], Any]
+IsLeaf = Callable[[Any, str, Names], bool]
 
 NO_NAMES: Names = frozenset()
 
 
-def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, uncut: Collection[Name] = ()) -> Any:
+def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, is_leaf: IsLeaf = lambda *_: False) -> Any:
     """The same structure in new containers, with `visit(leaf, path, names)` in place of every leaf.
 
     `path` is how one would write the leaf ("inputs['input_ids']"), `names` are all words that mean it: those of the
-    containers it lies in, and its own key. Lists that go by one of the names `uncut` are leaves.
+    containers it lies in, and its own key. Lists of which `is_leaf(list, path, names)` is true are leaves.
     """
-    if isinstance(value, list | tuple) and not names.isdisjoint(uncut):
+    if isinstance(value, list | tuple) and is_leaf(value, path, names):
         return visit(value, path, names)
     if isinstance(value, Mapping):
-        items = {key: map_leaves(item, visit, f"{path}[{key!r}]", names | {key}, uncut) for key, item in value.items()}
+        items = {
+            key: map_leaves(item, visit, f"{path}[{key!r}]", names | {key}, is_leaf) for key, item in value.items()
+        }
         return _mapping_like(value, items)
     if isinstance(value, list | tuple):
-        listed = [map_leaves(item, visit, f"{path}[{i}]", names, uncut) for i, item in enumerate(value)]
+        listed = [map_leaves(item, visit, f"{path}[{i}]", names, is_leaf) for i, item in enumerate(value)]
         return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         found = {
-            name: map_leaves(getattr(value, name), visit, f"{path}.{name}", names | {name}, uncut) for name in fields
+            name: map_leaves(getattr(value, name), visit, f"{path}.{name}", names | {name}, is_leaf) for name in fields
         }
         return _dataclass_like(value, found)
     return visit(value, path, names)
@@ -58,6 +63,17 @@ def leaves_of(value: Any, path: str = "") -> list[Any]:
     found: list[Any] = []
     map_leaves(value, lambda leaf, *_: found.append(leaf), path)
     return found
+
+
+def holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Also out of sight: in the attributes of objects."""
+    if isinstance(value, Tensor) or depth == 0:
+        return isinstance(value, Tensor)
+    if isinstance(value, Mapping):
+        return any(holds_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(holds_tensors(item, depth - 1) for item in value)
+    return any(holds_tensors(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
 
 
 def entries_of(value: Any) -> dict[Name, Any] | None:

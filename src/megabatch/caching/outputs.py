@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .conditions import versions
-from .nested import Name, entries_of, leaves_of, map_leaves, with_entries
+from .nested import Name, entries_of, holds_tensors, leaves_of, map_leaves, with_entries
 
 NOTHING = object()  # yet
 
@@ -27,8 +27,8 @@ def selected(output: Any, select: Name | Sequence[Name] | None) -> Any:
     names: Sequence[Name] = [select] if isinstance(select, str | int) else select
     for name in names:
         if entries is None or name not in entries:
-            got = f"outputs {', '.join(map(repr, entries))}" if entries else f"a single {type(output).__name__}"
-            raise ValueError(f"chunked: select must name outputs of the encoder, got {name!r} and {got}.")
+            got = f"the outputs {', '.join(map(repr, entries))}" if entries else f"a single {type(output).__name__}"
+            raise ValueError(f"chunked: select must name outputs of the encoder, got {name!r} for {got}. Name others.")
     assert entries is not None
     if isinstance(select, str | int):
         return entries[select]
@@ -54,6 +54,9 @@ class Output:
     def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor[start:stop] if self.rows else tensor
 
+    def _at(self, start: int, stop: int) -> Tensor:
+        return self.part(self.value, start, stop)
+
     def release(self) -> Tensor:
         """The tensor, for the caller. What is kept of it here has no part in its graph."""
         value, self.value = self.value, self.value.detach()
@@ -62,9 +65,13 @@ class Output:
 
     def compare(self, again: Tensor, start: int, stop: int) -> None:
         """Look at a chunk's output of the replay. What the caller has written to since cannot be compared."""
-        if not again.is_floating_point() or versions([self.value]) != [self.version] or not again.numel():
+        if (
+            not (again.is_floating_point() or again.is_complex())
+            or versions([self.value]) != [self.version]
+            or not again.numel()
+        ):
             return
-        before, now = self.part(self.value, start, stop), again.detach()
+        before, now = (torch.view_as_real(x) if x.is_complex() else x for x in (self._at(start, stop), again.detach()))
         same = (before == now) | (before.isnan() & now.isnan())
         distance = torch.where(same, 0, (before - now).abs()).max() / _largest(before)
         self.apart = distance if self.apart is None else torch.maximum(self.apart, distance)
@@ -76,7 +83,8 @@ class Output:
                 f"chunked: the encoder must give the same in the backward, which runs it again, as in the forward, got "
                 f"a relative difference of {apart.item():.2g} in {self.path}: its gradients would be wrong. Either its "
                 "parameters, buffers or mode (train, eval) were changed in between, or it draws random numbers that do "
-                "not come from torch's default generators."
+                "not come from torch's default generators, or keeps state outside of buffers. Mend that, or call it "
+                "without chunks."
             )
 
 
@@ -135,13 +143,24 @@ class Gathered:
                     f"together, got {first!r} and {value!r}. Leave it out by select."
                 )
 
-    def finish(self) -> None:
+    @property
+    def kinds(self) -> list[str]:
+        return [output.kind for output in self.outputs]
+
+    def settle(self, kinds: Sequence[str]) -> None:
+        for output, kind in zip(self.outputs, kinds, strict=True):
+            output.rows = kind == "rows"
+
+    @property
+    def difference(self) -> ValueError | None:
+        """What is wrong with single numbers, when all chunks have given theirs."""
         for output in self.outputs:
             if output.differs is not None and bool(output.differs.any()):
-                raise ValueError(
+                return ValueError(
                     f"chunked: {output.path} must be the same for every chunk, because it is a single number, got "
                     "different ones: it depends on the rows of the chunk (a loss, a mean). Leave it out by select."
                 )
+        return None
 
     def structure(self, tensors: Sequence[Tensor]) -> Any:
         """As the encoder returns it, with these tensors in place of its own."""
@@ -162,7 +181,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def _emptied(found: list[tuple[str, Any]], leaf: Any, path: str) -> Any:
     """Remember a leaf; stand an empty tensor in for one, so that what is kept of a chunk holds none of its memory."""
-    if not isinstance(leaf, Tensor) and not isinstance(leaf, PLAIN) and tensors_of(getattr(leaf, "__dict__", {})):
+    if not isinstance(leaf, Tensor) and not isinstance(leaf, PLAIN) and holds_tensors(leaf):
         raise TypeError(
             f"chunked: {path} must be a tensor, a tuple, list, dict or dataclass of them, or hold none, got a "
             f"{type(leaf).__name__} with tensors in it. Leave it out by select."

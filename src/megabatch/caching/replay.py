@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import wrappers
 from .batch import Batch
-from .conditions import Autocast, Buffers, Randomness, States, versions
+from .conditions import Autocast, Buffers, Randomness, States, versions, without_fast_paths
 from .outputs import Gathered, Output, tensors_of
 from .trace import HALVES, Sum, Trace, Unused, collected_in
 
@@ -66,7 +66,7 @@ class Call:
         args, kwargs, stand_ins = self.batch.chunk(start, stop, self.device)
         # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
         torch.clear_autocast_cache()
-        with wrappers.quiet(self.quieted):
+        with wrappers.quiet(self.quieted), without_fast_paths():
             output = self.encoder(*args, **kwargs)
         torch.clear_autocast_cache()
         return output, stand_ins
@@ -82,8 +82,6 @@ class Call:
                 with torch.set_grad_enabled(tracing or self.trace.hides_leaves):
                     began = torch._C._autograd._get_sequence_nr()
                     output, stand_ins = self.run(start, stop)
-                if index == 0:
-                    self.buffers.look()
                 if tracing:
                     self.traced = index
                     self.trace = Trace.of(tensors_of(output), [*stand_ins, *self.batch.items], began)
@@ -92,11 +90,10 @@ class Call:
                     watching.enter_context(self.unused.watched())
                 gathered.add(output, start, stop)
                 del output, stand_ins
-        if self.padding:
-            with torch.no_grad(), self.randomness.replayed(), self.buffers.spared():
-                for _ in range(self.padding):
-                    self.run(*self._spare_rows())
-        gathered.finish()
+        self.buffers.look()
+        with torch.no_grad(), self.randomness.replayed(), self.buffers.spared(rewound=False):
+            for _ in range(self.padding):
+                self.run(*self._spare_rows())
 
     def _spare_rows(self) -> tuple[int, int]:
         return 0, min(2, self.batch.rows)  # a norm may want more than one
@@ -115,6 +112,7 @@ class Call:
     def remember(self, outputs: list[Output]) -> None:
         """What the backward is to find as it is now."""
         self.outputs = outputs
+        self.batch.check_unwritten()
         self.remembered = versions(self._read_again())
 
     def _read_again(self) -> list[Any]:
@@ -136,7 +134,7 @@ class Call:
     def _asked_for(self) -> list[Tensor]:
         """Stands for gradients that come by side effect, so that who asks autograd for them is heard, and refused."""
         parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
-        return [torch.zeros((), requires_grad=True), *(p for p in parameters if not p._backward_hooks)]
+        return [torch.zeros((), requires_grad=True), *(p for p in parameters if not _has_hooks(p))]
 
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
@@ -151,7 +149,7 @@ class Call:
         rows_count = any(
             into.rows for into, gradient in zip(self.outputs, upstream, strict=True) if gradient is not None
         )
-        with self.autocast.off(), self.buffers.spared(), collected_in(leaves):
+        with self.autocast.off(), self.buffers.spared(rewound=True), collected_in(leaves):
             for index, (start, stop) in enumerate(self.bounds if rows_count else self.bounds[:1]):
                 pairs, stand_ins = self._run_again(index, upstream)
                 found = self._push(pairs, leaves, stand_ins)
@@ -184,8 +182,9 @@ class Call:
 
     def _tolerance(self, output: Output) -> float:
         """How far a replay may be from the forward: another order of sums is nearer, other random numbers farther."""
-        halves = output.value.dtype in HALVES or any(enabled for _, enabled, _ in self.autocast.kinds)
-        return 0.05 if halves else 0.01
+        if output.value.dtype in HALVES or any(enabled for _, enabled, _ in self.autocast.kinds):
+            return 0.05
+        return 1e-5 if output.value.dtype in (torch.float64, torch.complex128) else 0.01
 
     def _push(
         self, pairs: list[tuple[Tensor, Tensor]], leaves: list[Sum], stand_ins: list[Tensor]
@@ -226,13 +225,18 @@ class Call:
         if self.by_side_effect:
             return
         again = Trace.of(tensors, [*stand_ins, *self.batch.items])
-        now, then, all = ({id(leaf) for leaf in leaves} for leaves in (again.leaves, self.trace.leaves, self.leaves))
-        if not now <= all or (index == self.traced and (now, again.wanted) != (then, self.trace.wanted)):
+        now, then, known = ({id(x) for x in leaves} for leaves in (again.leaves, self.trace.leaves, self.leaves))
+        if not now <= known or (index == self.traced and (now, again.wanted) != (then, self.trace.wanted)):
             raise RuntimeError(
                 "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
                 "forward, got others. Freeze, unfreeze or replace parameters after the backward; and let parameters "
                 "that only some chunks use belong to modules that are called, and that the encoder is or holds."
             )
+
+
+def _has_hooks(parameter: Any) -> bool:
+    """Which do not expect to be called without a gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Replay(torch.autograd.Function):
@@ -252,8 +256,8 @@ class Replay(torch.autograd.Function):
         call: Call | None = ctx.call
         if call is None:
             raise RuntimeError(
-                "chunked: backward must not run a second time without retain_graph=True in the first, which has let go "
-                "of the inputs."
+                "chunked: backward must not run a second time, because the first has let go of the inputs. Pass "
+                "retain_graph=True to the first."
             )
         if call.by_side_effect and not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             raise RuntimeError(

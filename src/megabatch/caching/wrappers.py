@@ -6,6 +6,7 @@ known by the parameters it used. Modules under `fully_shard` gather their parame
 run as many.
 """
 
+import dis
 import functools
 import gc
 import sys
@@ -61,7 +62,8 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     held = [function.__dict__.get("_torchdynamo_orig_callable"), function.__dict__.get("__wrapped__")]
     held += [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
     codes = [function.__code__, *(c for c in function.__code__.co_consts if isinstance(c, types.CodeType))]
-    held += [function.__globals__.get(name) for code in codes for name in code.co_names]
+    names = [step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    held += [function.__globals__.get(name) for name in names]
     return [value for value in held if _may_hold_modules(value)]
 
 
@@ -100,7 +102,8 @@ def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParall
     tensors = list(tensors)
     found = reducing(tensors, below)
     wanted = {id(tensor) for tensor in tensors} - set().union(*map(_parameters, found))
-    if wanted - set().union(*_known_ddps.values()):
+    unknown = wanted - set().union(*_known_ddps.values())
+    if any(_is_watched(tensor) for tensor in tensors if id(tensor) in unknown):
         for thing in gc.get_objects():
             if issubclass(type(thing), DistributedDataParallel):
                 _known_ddps[thing] = _parameters(thing)
@@ -112,6 +115,16 @@ def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParall
             "Delete the wrappers that are not used, or pass the one that is."
         )
     return found + [ddp for ddp, parameters in _known_ddps.items() if wanted & parameters]
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Whether somebody keeps the node of autograd's graph that accumulates its gradient: who reduces it does."""
+
+    def notes() -> Any:
+        return torch.autograd.graph.get_gradient_edge(tensor).node.metadata
+
+    notes()["megabatch"] = True
+    return bool(notes().pop("megabatch", False))
 
 
 def reducing(tensors: Iterable[Tensor], ddps: Iterable[DistributedDataParallel]) -> list[DistributedDataParallel]:
@@ -194,7 +207,7 @@ def check_idle(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def check_whole(leaves: Sequence[Tensor]) -> None:
+def check_not_sharded(leaves: Sequence[Tensor]) -> None:
     """None of these, which belong to no module that was seen, is one that `fully_shard` fills for a forward."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -228,31 +241,37 @@ def _groups_of(root: nn.Module) -> list[str]:
     return list(dict.fromkeys(group.group_name for group in groups if dist.get_world_size(group) > 1))
 
 
-def most_chunks(own: int, group_names: Iterable[str], error: Exception | None) -> int:
+def most_chunks(own: int, group_names: Sequence[str], error: Exception | None) -> int:
     """The number of chunks of the rank with most; the same error on all ranks where one has an `error`."""
+    most: int = _agreed(own, group_names, error, max)
+    return most
+
+
+def agreed_kinds(kinds: list[str], group_names: Sequence[str], error: Exception | None) -> list[str]:
+    """What each output is: a rank with a single row may not know, and takes the word of another."""
+
+    def known(ranks: list[list[str]]) -> list[str]:
+        return [next((kind for kind in each if kind != "either"), "either") for each in zip(*ranks, strict=True)]
+
+    agreed: list[str] = _agreed(kinds, group_names, error, known)
+    return agreed
+
+
+def _agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merge: Callable[[list[Any]], Any]) -> Any:
     for name in group_names:
         try:
-            facts = Ranks("chunked", name).agree({}, {"chunks": own}, error)
-            own = max(fact["chunks"] for fact in facts)
+            fact = merge([rank["fact"] for rank in Ranks("chunked", name).agree({}, {"fact": fact}, error)])
         except (ValueError, TypeError) as refusal:  # noqa: PERF203
             error = refusal  # and on to the next group, where others wait
     if error is not None:
         raise error
-    return own
-
-
-def agreed_kinds(kinds: list[str], group_names: Iterable[str]) -> list[str]:
-    """What each output is: a rank with a single row may not know, and takes the word of another."""
-    for name in group_names:
-        ranks = [fact["kinds"] for fact in Ranks("chunked", name).agree({}, {"kinds": kinds})]
-        kinds = [next((kind for kind in each if kind != "either"), "either") for each in zip(*ranks, strict=True)]
-    return kinds
+    return fact
 
 
 def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception | None) -> None:
     """Norms that synchronise their statistics meet in every forward. An `error` is raised on all ranks that would."""
     below = [module for root in modules for module in root.modules()]
-    groups = [module.process_group for module in below if isinstance(module, nn.SyncBatchNorm) and module.training]
-    group: Any = groups[0] or dist.group.WORLD if groups else None
-    if group is not None and dist.get_world_size(group) > 1:
+    norms = [module for module in below if isinstance(module, nn.SyncBatchNorm) and module.training]
+    groups: Any = dict.fromkeys(norm.process_group or dist.group.WORLD for norm in norms)
+    for group in (group for group in groups if group is not None and dist.get_world_size(group) > 1):
         Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {}, error)
