@@ -553,9 +553,9 @@ def refused(kind: type[Exception], message: str, encoder: Any, *args: Any, **opt
 
 @pytest.mark.parametrize("chunk_size", [2.0, "2", None, True, [2]])
 def test_a_chunk_size_of_another_kind_is_refused(chunk_size: Any) -> None:
-    kind = type(chunk_size).__name__
+    words = rf"chunk_size must be a whole number of rows, got {re.escape(repr(chunk_size))}\. Convert it"
     model, x = linear()
-    refused(TypeError, rf"chunk_size must be a whole number of rows, got {kind}\.", model, x, chunk_size=chunk_size)
+    refused(TypeError, words, model, x, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -3])
@@ -689,11 +689,11 @@ def test_sparse_and_nested_tensors_are_refused_by_name() -> None:
 
 def test_an_unknown_selection_is_refused_with_what_there_is() -> None:
     model, x = linear()
-    words = r"select must name outputs of the encoder, got {} and {}\."
-    refused(ValueError, words.format("'c'", "outputs 'a', 'b'"), lambda x: {"a": x, "b": x}, x, select="c")
-    refused(ValueError, words.format("2", "outputs 0, 1"), lambda x: (x, x), x, select=[0, 2])
+    words = r"select must name outputs of the encoder, got {} for {}\. Name others"
+    refused(ValueError, words.format("'c'", "the outputs 'a', 'b'"), lambda x: {"a": x, "b": x}, x, select="c")
+    refused(ValueError, words.format("2", "the outputs 0, 1"), lambda x: (x, x), x, select=[0, 2])
     refused(ValueError, words.format("'a'", "a single Tensor"), model, x, select="a")
-    refused(ValueError, words.format("'y'", "outputs 'x', 'scale', 'label'"), Features, x, select="y")
+    refused(ValueError, words.format("'y'", "the outputs 'x', 'scale', 'label'"), Features, x, select="y")
 
 
 def test_an_output_without_the_chunks_rows_is_refused_by_name() -> None:

@@ -1347,3 +1347,43 @@ def test_the_complete_step_on_a_ring_of_four_trains_as_one_process(pool: Pool, s
         assert_same(training, expected)
         assert not faults
     assert expected.losses[-1] != expected.losses[0]
+
+
+def student_and_teacher(rank: int, group: Any) -> str:
+    with torch_may_warn():
+        student = DistributedDataParallel(Tower(6).double(), process_group=group)
+        teacher = fully_shard(Tower(6).double().requires_grad_(False), mesh=mesh_of(group))
+        images = next(batches(6))[0]
+        with pytest.raises(ValueError) as caught:
+            mb.chunked(lambda x: (student(x), teacher(x)), images, chunk_size=CHUNK)
+        return str(caught.value)
+
+
+def test_an_encoder_that_holds_a_wrapped_and_a_sharded_module_is_refused(pool: Pool) -> None:
+    for text in pool.run(2, student_and_teacher):
+        assert "DistributedDataParallel or fully_shard" in text
+
+
+class Buffered(TwoTowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return super().encode_image(images) * self.factor
+
+
+def broadcasts(rank: int, group: Any, sizes: Sequence[int]) -> int:
+    """How often buffers are sent in a step by a function that calls the wrapper for every chunk."""
+    ddp = DistributedDataParallel(Buffered(), process_group=group)
+    sent = []
+    share = ddp._sync_buffers
+    ddp._sync_buffers = lambda: (sent.append(1), share())
+    images, texts = (x[rows_of(sizes, rank)] for x in next(batches(sum(sizes))))
+    image, text, scale = mb.chunked(lambda x, y: ddp(x, y), images, texts, chunk_size=2)  # noqa: PLW0108
+    mb.clip_loss(image, text, scale, group=group).backward()
+    return len(sent)
+
+
+def test_buffers_are_sent_once_per_call_whatever_the_number_of_chunks(pool: Pool) -> None:
+    assert pool.run(3, broadcasts, (2, 9, 4)) == [1, 1, 1]
