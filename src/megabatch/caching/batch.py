@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import have_tangents
 from .conditions import versions
-from .nested import Name, Names, holds_tensors, leaves_of, map_leaves
+from .nested import Name, Names, Visit, holds_tensors, leaves_of, map_leaves
 
 Transform = Callable[[Any], Any]
 
@@ -68,45 +68,49 @@ class Batch:
     ) -> None:
         self._call = (args, kwargs)
         self._positional_names = positional_names
-        self._whole, self._split = whole, split
-        self._lists: list[tuple[str, int]] = []
+        self._split = split
         self.arguments: list[Argument] = []
-        self._map(lambda value, path, names: self.arguments.append(Argument(path, names, value)))
+        lists: list[Argument] = []
+        self._map(
+            lambda value, path, names: self.arguments.append(Argument(path, names, value)),
+            lambda value, path, names: lists.append(Argument(path, names, value)),
+        )
         self._choose(whole, split)
         self.rows = self._count_rows()
-        self._check_lists()
+        self._check_items([*lists, *self.arguments], whole)
         self._attach(transform)
         self.differentiable = [argument for argument in self.arguments if argument.differentiable]
         self._versions = versions(argument.value for argument in self.arguments)
         # In lists that are split: passed as they are, and their gradients collected as parameters' are.
         self.items = [item for argument in self.arguments for item in argument.items if item.requires_grad]
 
-    def _map(self, visit: Callable[[Any, str, Names], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _map(self, visit: Visit, note: Visit = lambda *_: None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """args and kwargs with other leaves. Lists that are split are leaves; others are walked, and noted."""
+
+        def is_leaf(value: Any, path: str, names: Names) -> bool:
+            split = not names.isdisjoint(self._split)
+            if not split:
+                note(value, path, names)
+            return split
+
         args, kwargs = self._call
         mapped = []
         for i, value in enumerate(args):
             own_name = self._positional_names[i] if i < len(self._positional_names) else f"args[{i}]"
-            mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), self._is_leaf))
+            mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), is_leaf))
         return tuple(mapped), {
-            name: map_leaves(value, visit, name, frozenset({name}), self._is_leaf) for name, value in kwargs.items()
+            name: map_leaves(value, visit, name, frozenset({name}), is_leaf) for name, value in kwargs.items()
         }
 
-    def _is_leaf(self, value: Any, path: str, names: Names) -> bool:
-        if not names.isdisjoint(self._split):
-            return True
-        if names.isdisjoint(self._whole) and not holds_tensors(value):
-            self._lists.append((path, len(value)))
-        return False
-
-    def _check_lists(self) -> None:
-        """What has one entry per row and is no tensor would be passed whole, and read from its beginning every time."""
-        arrays = [a for a in self.arguments if not a.split and a.names.isdisjoint(self._whole)]
-        sized = [(a.path, len(a.value)) for a in arrays if hasattr(a.value, "shape") and a.value.shape]
-        for path, length in (*self._lists, *sized):
-            if length == self.rows > 1:
+    def _check_items(self, arguments: list[Argument], whole: Collection[Name]) -> None:
+        """What has one item per row and is no tensor would be passed whole, and read from its beginning every time."""
+        for argument in arguments:
+            named = argument.split or not argument.names.isdisjoint(whole)
+            array = isinstance(argument.value, list | tuple) or getattr(argument.value, "shape", ()) != ()
+            if not named and array and len(argument.value) == self.rows > 1 and not holds_tensors(argument.value):
                 raise ValueError(
-                    f"chunked: {path} must be named in split, to be cut along its items, or in whole, because it is no "
-                    f"tensor and has as many items as the batch has rows, got {length}."
+                    f"chunked: {argument.path} must be named in split, to be cut along its items, or in whole, because "
+                    f"it is no tensor and has as many items as the batch has rows, got {self.rows}."
                 )
 
     def _choose(self, whole: Collection[Name], split: Collection[Name]) -> None:
@@ -128,7 +132,7 @@ class Batch:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
                     raise ValueError(
                         f"chunked: {argument.path} is named in split, so it must have rows, got "
-                        f"{_described(argument.value)}."
+                        f"{_described(argument.value)}. Leave it out there."
                     )
                 argument.split = True
 

@@ -54,9 +54,6 @@ class Output:
     def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor[start:stop] if self.rows else tensor
 
-    def _at(self, start: int, stop: int) -> Tensor:
-        return self.part(self.value, start, stop)
-
     def release(self) -> Tensor:
         """The tensor, for the caller. What is kept of it here has no part in its graph."""
         value, self.value = self.value, self.value.detach()
@@ -71,7 +68,8 @@ class Output:
             or not again.numel()
         ):
             return
-        before, now = (torch.view_as_real(x) if x.is_complex() else x for x in (self._at(start, stop), again.detach()))
+        both = self.part(self.value, start, stop), again.detach()
+        before, now = (torch.view_as_real(x) if x.is_complex() else x for x in both)
         same = (before == now) | (before.isnan() & now.isnan())
         distance = torch.where(same, 0, (before - now).abs()).max() / _largest(before)
         self.apart = distance if self.apart is None else torch.maximum(self.apart, distance)
