@@ -356,6 +356,25 @@ def test_an_output_that_has_a_gradient_in_later_chunks_only() -> None:
     assert_same(got, step(whole, model, x), **EXACT)
 
 
+class FromTheSecondOn(nn.Module):
+    """Leaves rows as they are that begin with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x[0, 0] < 0 else self.inner(x)
+
+
+def test_parameters_that_the_first_chunks_do_not_use_at_all_get_their_gradient() -> None:
+    model, (x,) = FromTheSecondOn().double(), make_inputs("mlp", 8)
+    x[:, 0] = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    got = step(lambda x: chunked(model, x, chunk_size=2), model, x)
+    assert_same(got, loop_step(model, model, x, chunk_size=2), **EXACT)
+    assert got["inner.weight"].abs().max() > 0
+
+
 # ---- randomness
 
 
