@@ -95,6 +95,10 @@ def main(options: argparse.Namespace) -> int:
     print(report.describe(machine), flush=True)
     packages = list(dict.fromkeys(CACHERS[name].package for name in options.contenders))
     print(report.versions(packages), flush=True)
+    if options.quick:
+        print(
+            "quick: these towers are so small that fixed costs rule; the ratios say nothing about real ones", flush=True
+        )
     if options.json:  # a path that cannot be written to shows now, not in an hour
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.touch()

@@ -142,13 +142,13 @@ class Batch:
             if name not in known:
                 raise ValueError(
                     f"chunked: {option} must name arguments of the call, got {name!r}. There are "
-                    f"{', '.join(argument.path for argument in self.arguments) or 'none'}."
+                    f"{_listed([argument.path for argument in self.arguments]) or 'none'}."
                 )
 
     def _count_rows(self) -> int:
         rows = {argument.path: len(argument.value) for argument in self.arguments if argument.split}
         if not rows:
-            got = ", ".join(f"{argument.path}: {_described(argument.value)}" for argument in self.arguments)
+            got = _listed([f"{argument.path}: {_described(argument.value)}" for argument in self.arguments])
             raise ValueError(
                 "chunked: at least one argument must be a tensor with rows to split, got "
                 f"{got or 'no arguments'}. Name a list of samples in split."
@@ -156,7 +156,7 @@ class Batch:
         if len(set(rows.values())) > 1:
             raise ValueError(
                 "chunked: all tensors that are split along dim 0 must have the same number of rows, got "
-                f"{', '.join(f'{path}: {count}' for path, count in rows.items())}. Name those that every chunk shall "
+                f"{_listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk shall "
                 "get as they are, whole=[...]."
             )
         return next(iter(rows.values()))
@@ -217,6 +217,10 @@ def _check_layout(argument: Argument) -> None:
     if argument.value.is_nested or argument.value.layout != torch.strided:
         kind = "a nested one" if argument.value.is_nested else f"{argument.value.layout}"
         raise TypeError(f"chunked: {argument.path} must be a dense tensor, got {kind}. Pad it, or make it dense first.")
+
+
+def _listed(words: Sequence[str], most: int = 8) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def _described(value: Any) -> str:

@@ -162,9 +162,7 @@ def _several(names: Name | Sequence[Name]) -> Sequence[Name]:
 
 def _check_chunk_size(chunk_size: int) -> None:
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(
-            f"chunked: chunk_size must be a whole number of rows, got {chunk_size!r}. Convert it with int()."
-        )
+        raise TypeError(f"chunked: chunk_size must be a whole number of rows, got {chunk_size!r}. Pass an int.")
     if chunk_size < 1:
         raise ValueError(f"chunked: chunk_size must be at least 1, got {chunk_size}. Take the largest that fits.")
 

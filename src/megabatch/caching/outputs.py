@@ -24,15 +24,27 @@ def selected(output: Any, select: Name | Sequence[Name] | None) -> Any:
     if select is None:
         return output
     entries = entries_of(output)
-    names: Sequence[Name] = [select] if isinstance(select, str | int) else select
-    for name in names:
-        if entries is None or name not in entries:
-            got = f"the outputs {', '.join(map(repr, entries))}" if entries else f"a single {type(output).__name__}"
-            raise ValueError(f"chunked: select must name outputs of the encoder, got {name!r} for {got}. Name others.")
-    assert entries is not None
+    if entries is None:
+        raise ValueError(
+            f"chunked: select must name outputs of the encoder, got {select!r} for a single {type(output).__name__}. "
+            "Leave select out."
+        )
+    keys = [_key(name, entries) for name in ([select] if isinstance(select, str | int) else select)]
     if isinstance(select, str | int):
-        return entries[select]
-    return with_entries(output, {name: entries[name] for name in names})
+        return entries[keys[0]]
+    return with_entries(output, {key: entries[key] for key in keys})
+
+
+def _key(name: Name, entries: dict[Name, Any]) -> Name:
+    """The key of an entry that is meant by its key or its position."""
+    if name in entries:
+        return name
+    if isinstance(name, int) and 0 <= name < len(entries):
+        return list(entries)[name]
+    raise ValueError(
+        f"chunked: select must name outputs of the encoder, got {name!r} for {', '.join(map(repr, entries))}. Choose "
+        "among these."
+    )
 
 
 @dataclass
@@ -113,8 +125,14 @@ class Gathered:
         self._check_plain(plain)
         for into, (path, value) in zip(self.outputs, tensors, strict=True):
             if into.rows:
-                if value.shape != (stop - start, *into.value.shape[1:]):
+                if not value.dim() or len(value) != stop - start:
                     raise _not_rows(path, value, stop - start)
+                if value.shape[1:] != into.value.shape[1:]:
+                    raise ValueError(
+                        f"chunked: {path} must have the same shape in every chunk, but for its rows, got "
+                        f"{[*value.shape[1:]]} after {[*into.value.shape[1:]]}: it is padded chunk by chunk, or "
+                        "compares rows with each other. Leave it out by select, or pad to one length."
+                    )
                 into.value[start:stop] = value
             else:
                 differs = (into.value != value) & (into.value == into.value)  # NaN stays NaN
