@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megabatch.backends import workspace
+from megabatch.bench import processes
 
 from .ranks import Pool
 
@@ -49,6 +50,19 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks without processes of their own, so that what a test patches reaches the work."""
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            raise processes.failure_of(error) from error
+
+    monkeypatch.setattr(processes, "run", run)
 
 
 @pytest.fixture

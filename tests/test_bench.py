@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,6 @@ from megabatch.bench.contenders import CONTENDERS
 MIB = 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
 TINY = ["loss", "--rows", "40", "--width", "8", "--repeats", "2", "--seconds", "0"]
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes of their own, so that what a test patches reaches the work."""
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            raise processes.failure_of(error) from error
-
-    monkeypatch.setattr(processes, "run", run)
 
 
 def rows_of(path: Path) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,8 @@ FREE = ["megabatch", "floor", "plain"]  # of other packages
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes of their own, so that what a test patches reaches the work; and this one's malloc stays as it is."""
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            raise processes.failure_of(error) from error
-
-    monkeypatch.setattr(processes, "run", run)
+def inline(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also, the malloc of this process stays as it is."""
     monkeypatch.setattr(measure, "return_freed_memory", lambda: None)
 
 

@@ -680,7 +680,7 @@ def test_an_option_that_a_modules_forward_has_too_is_refused() -> None:
 
 
 def test_sparse_and_nested_tensors_are_refused_by_name() -> None:
-    words = r"{} must be a dense tensor, got {}\. Pad it, or make it dense first\."
+    words = r"{} must be a dense tensor, got {}\. Make it dense first\."
     identity, sparse = nn.Identity(), torch.eye(4).to_sparse()
     refused(TypeError, words.format("input", "torch.sparse_coo"), identity, sparse)
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)

@@ -183,3 +183,17 @@ def test_autocast_is_off_in_the_backward_of_what_the_encoder_keeps_in_float32() 
             loss = contrast(encode(x))
         gradients.append(backward(loss, trained(model)))
     assert_same(*gradients, rtol=0.0, atol=0.0)
+
+
+def test_items_of_a_list_that_is_split_go_to_the_encoders_device_with_their_chunk() -> None:
+    model = nn.Linear(6, 5, device="meta")
+    seen: list[tuple[int, str]] = []
+
+    def encode(images: list[Tensor]) -> Tensor:
+        seen.append((len(images), images[0].device.type))
+        return model(torch.stack(images))
+
+    with torch.no_grad():
+        features = chunked(encode, [torch.randn(6) for _ in range(5)], chunk_size=2, split="images")
+    assert features.shape == (5, 5)
+    assert seen == [(2, "meta"), (2, "meta"), (1, "meta")]

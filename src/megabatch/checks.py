@@ -35,7 +35,7 @@ def check_features(function: str, **features: Tensor) -> None:
     for name, value in features.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}.")
-        _check_layout(function, name, value)
+        check_layout(function, name, value)
         if value.dim() != 2:
             help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
@@ -71,7 +71,7 @@ def check_features(function: str, **features: Tensor) -> None:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
 
 
-def _check_layout(function: str, name: str, value: Tensor) -> None:
+def check_layout(function: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"{value.layout}"
         raise TypeError(f"{function}: {name} must be a dense tensor, got {kind}. Make it dense first.")
@@ -141,7 +141,7 @@ def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, r
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
-    _check_layout(function, name, value)
+    check_layout(function, name, value)
     if value.shape != (len(rows),):
         raise ValueError(
             f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "

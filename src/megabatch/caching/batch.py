@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import have_tangents
+from ..checks import check_layout, have_tangents
 from .conditions import versions
 from .nested import Name, Names, Visit, holds_tensors, leaves_of, map_leaves
 
@@ -126,7 +126,7 @@ class Batch:
                     "backward. Use torch.autograd.grad."
                 )
             if isinstance(argument.value, Tensor):
-                _check_layout(argument)
+                check_layout("chunked", argument.path, argument.value)
                 argument.split = not kept and argument.value.dim() > 0
             if cut:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
@@ -211,12 +211,6 @@ def _moved(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor) or leaf.device == device:
         return leaf
     return leaf.to(device, non_blocking=leaf.device.type == "cpu")
-
-
-def _check_layout(argument: Argument) -> None:
-    if argument.value.is_nested or argument.value.layout != torch.strided:
-        kind = "a nested one" if argument.value.is_nested else f"{argument.value.layout}"
-        raise TypeError(f"chunked: {argument.path} must be a dense tensor, got {kind}. Pad it, or make it dense first.")
 
 
 def _listed(words: Sequence[str], most: int = 8) -> str:

@@ -67,8 +67,11 @@ def chunked(
     options = {"select": select, "whole": whole, "split": split, "transform": transform, "device": device}
     given = ["chunk_size", *(name for name, value in options.items() if value is not None and value != ())]
     modules = wrappers.modules_of(encoder)
-    batch, bounds, padding, groups = _plan(
+    sharded = wrappers.is_sharded(modules)
+    groups = wrappers.groups_of_shards(modules) if sharded else []
+    batch, bounds, padding = _plan(
         modules,
+        groups,
         chunk_size,
         lambda: Batch(
             args, kwargs, _positional_names(encoder, len(args), given), _several(whole), _several(split), transform
@@ -77,7 +80,6 @@ def chunked(
     place = _device_of(modules) if device is None else torch.device(device)
     devices = _devices(modules, batch, place)
     inner = wrappers.inner(encoder)
-    sharded = wrappers.is_sharded(modules)
     call = Call(
         encoder=lambda *args, **kwargs: selected(inner(*args, **kwargs), select),
         batch=batch,
@@ -105,9 +107,9 @@ def chunked(
 
 
 def _plan(
-    modules: Sequence[nn.Module], chunk_size: int, make_batch: Callable[[], Batch]
-) -> tuple[Batch, list[tuple[int, int]], int, list[str]]:
-    """The batch, the bounds of its chunks, how many are to be added for other ranks' sake, and the groups of these.
+    modules: Sequence[nn.Module], groups: Sequence[str], chunk_size: int, make_batch: Callable[[], Batch]
+) -> tuple[Batch, list[tuple[int, int]], int]:
+    """The batch, the bounds of its chunks, and how many are to be added for the sake of other ranks of the groups.
 
     What is wrong with the arguments on one rank is raised on all that would wait for it.
     """
@@ -120,16 +122,14 @@ def _plan(
     except (ValueError, TypeError) as refusal:
         error = refusal
     wrappers.check_same_chunks(len(bounds), modules, error)
-    groups = wrappers.groups_of_shards(modules) if wrappers.is_sharded(modules) else []
     most = wrappers.most_chunks(len(bounds), groups, error)
-    return batch, bounds, most - len(bounds), groups
+    return batch, bounds, most - len(bounds)
 
 
 def _reducers(modules: Sequence[nn.Module], sharded: bool) -> list[DistributedDataParallel]:
     """The wrappers that reduce gradients of these modules."""
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    whole = [p for p in parameters if not hasattr(p, "device_mesh")]
-    reducers = wrappers.ddps_around(whole, wrappers.ddps_below(modules))
+    trained = [p for p in wrappers.parameters_of(modules) if p.requires_grad and not hasattr(p, "device_mesh")]
+    reducers = wrappers.ddps_around(trained, wrappers.ddps_below(modules))
     if reducers and sharded:
         raise ValueError(
             "chunked: encoder must be under DistributedDataParallel or fully_shard, got one that holds modules "
@@ -192,19 +192,19 @@ def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[st
 
 
 def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
-    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    devices = {parameter.device for parameter in wrappers.parameters_of(modules)}
     return devices.pop() if len(devices) == 1 else None
 
 
 def _devices(modules: Sequence[nn.Module], batch: Batch, place: torch.device | None) -> list[torch.device]:
     tensors = [argument.value for argument in batch.arguments if isinstance(argument.value, Tensor)]
-    tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [*wrappers.parameters_of(modules), *(b for module in modules for b in module.buffers(recurse=False))]
     devices = {tensor.device for tensor in tensors} | ({place} if place is not None else set())
     return sorted(devices, key=str)
 
 
 def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Module]) -> None:
-    norms = [m for root in modules for m in root.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if any(norm in written or norm.running_mean is None for norm in norms):
         checks.warn_once(
             "chunked",

@@ -91,7 +91,7 @@ class Buffers:
     """The buffers of an encoder's modules: which of them a forward writes to, and how they were before."""
 
     def __init__(self, modules: Iterable[nn.Module], copied: bool) -> None:
-        self._modules = list(dict.fromkeys(module for root in modules for module in root.modules()))
+        self._modules = list(modules)
         self._before = [dict(module.named_buffers(recurse=False)) for module in self._modules]
         self._versions = [versions(buffers.values()) for buffers in self._before]
         self._copies = [_copies(buffers) if copied and m.training else {} for m, buffers in self._all()]

@@ -133,8 +133,8 @@ class Call:
 
     def _asked_for(self) -> list[Tensor]:
         """Stands for gradients that come by side effect, so that who asks autograd for them is heard, and refused."""
-        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
-        return [torch.zeros((), requires_grad=True), *(p for p in parameters if not _has_hooks(p))]
+        parameters = [p for p in wrappers.parameters_of(self.modules) if p.requires_grad and not _has_hooks(p)]
+        return [torch.zeros((), requires_grad=True), *parameters]
 
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""

@@ -63,7 +63,7 @@ class Unused:
     """
 
     def __init__(self, modules: Sequence[nn.Module], used: Sequence[Tensor]) -> None:
-        self._modules = {module for root in modules for module in root.modules()}
+        self._modules = modules
         seen = {id(p): p for module in self._modules for p in module._parameters.values() if p is not None}
         known = {id(leaf) for leaf in used}
         self._unused = {key: p for key, p in seen.items() if p.requires_grad and key not in known}
@@ -109,17 +109,13 @@ class Sum:
         """As a hook: so that a chunk's gradient of one layer is gone before that of the next comes."""
         if gradient is None:
             return None
-        if self._value is not None and self._nothing is not None:  # the way it nearly always goes, once per chunk
-            self._value.add_(gradient)
-            return self._nothing
         self.add(gradient)
-        if type(gradient) is Tensor and gradient.layout == torch.strided:
+        if self._nothing is None and type(gradient) is Tensor and gradient.layout == torch.strided:
             self._nothing = gradient.new_zeros(()).expand_as(gradient)
         return self._nothing
 
     def result(self) -> Tensor | None:
-        value, self._value, self._nothing = self._value, None, None
-        return None if value is None else value.to(self.tensor.dtype)
+        return None if self._value is None else self._value.to(self.tensor.dtype)
 
 
 @contextmanager

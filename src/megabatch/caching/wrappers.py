@@ -33,8 +33,9 @@ _EMPTY_CELL = types.CellType()  # of a name that has no value yet
 
 
 def modules_of(encoder: Any) -> list[nn.Module]:
-    """The modules that a callable is, is a method of, or holds: in a partial, a closure, the globals it names."""
-    found: list[nn.Module] = []
+    """The modules that a callable is, is a method of, or holds (in a partial, a closure, the globals it names), and all
+    below them, each once."""
+    found: dict[nn.Module, None] = {}
     seen: set[int] = set()
     waiting = [encoder]
     while waiting:
@@ -43,7 +44,7 @@ def modules_of(encoder: Any) -> list[nn.Module]:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            found.append(value)
+            found |= dict.fromkeys(value.modules())
         elif isinstance(value, types.MethodType):
             waiting.append(value.__self__)
         elif isinstance(value, functools.partial):
@@ -55,7 +56,12 @@ def modules_of(encoder: Any) -> list[nn.Module]:
             waiting += [item for item in items if isinstance(item, nn.Module)]
         elif not isinstance(value, type):
             waiting += [held for held in getattr(value, "__dict__", {}).values() if _is_or_lists_modules(held)]
-    return found
+    return list(found)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Of these modules alone, each once."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
 
 
 def _held_by(function: types.FunctionType) -> list[Any]:
@@ -92,7 +98,7 @@ def inner(encoder: Any) -> Callable[..., Any]:
 
 
 def ddps_below(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    return [m for root in modules for m in root.modules() if isinstance(m, DistributedDataParallel)]
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
 def ddps_around(tensors: Iterable[Tensor], below: Sequence[DistributedDataParallel]) -> list[DistributedDataParallel]:
@@ -182,23 +188,22 @@ def passed_through(ddp: Any, outputs: tuple[Tensor, ...], earlier: Sequence[Tens
 # ---- fully_shard, and what else meets in every forward
 
 
-def is_sharded(modules: Iterable[nn.Module]) -> bool:
+def is_sharded(modules: Sequence[nn.Module]) -> bool:
     """Whether `fully_shard` keeps parameters of these. Its module is looked at only if something has imported it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
-    below = [module for root in modules for module in root.modules()]
-    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in below):
+    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
         raise TypeError(
             "chunked: encoder must not be a FullyShardedDataParallel, whose parameters change place in every forward. "
             "Use torch.distributed.fsdp.fully_shard."
         )
-    return any(isinstance(module, fsdp.FSDPModule) for module in below)
+    return any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def check_idle(modules: Iterable[nn.Module]) -> None:
     """`fully_shard` takes a forward in the middle of its own backward for a checkpoint's."""
-    for module in (module for root in modules for module in root.modules()):
+    for module in modules:
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         if state is not None and state._training_state.name != "IDLE":
             raise RuntimeError(
@@ -224,18 +229,17 @@ def check_not_sharded(leaves: Sequence[Tensor]) -> None:
 
 def groups_of_shards(modules: Sequence[nn.Module]) -> list[str]:
     """The names of the groups over which parameters are sharded."""
-    names: list[str] = []
-    for root in modules:
-        if root not in _known_groups:
-            for module in root.modules():
-                getattr(module, "reshard", lambda: None)()  # it may be whole since its last forward
-            _known_groups[root] = _groups_of(root)
-        names += [name for name in _known_groups[root] if name not in names]
-    return names
+    shards: list[Any] = [module for module in modules if hasattr(module, "reshard")]
+    if any(shard not in _known_groups for shard in shards):
+        for shard in shards:
+            shard.reshard()  # it may be whole since its last forward
+        for shard in shards:
+            _known_groups[shard] = _groups_of(shard)
+    return list(dict.fromkeys(name for shard in shards for name in _known_groups[shard]))
 
 
-def _groups_of(root: nn.Module) -> list[str]:
-    kept_on = [getattr(parameter, "device_mesh", None) for parameter in root.parameters()]
+def _groups_of(shard: nn.Module) -> list[str]:
+    kept_on = [getattr(parameter, "device_mesh", None) for parameter in shard.parameters()]
     meshes = dict.fromkeys(mesh for mesh in kept_on if mesh is not None)  # in the same order on all ranks
     groups = [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
     return list(dict.fromkeys(group.group_name for group in groups if dist.get_world_size(group) > 1))
@@ -270,8 +274,7 @@ def _agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merg
 
 def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception | None) -> None:
     """Norms that synchronise their statistics meet in every forward. An `error` is raised on all ranks that would."""
-    below = [module for root in modules for module in root.modules()]
-    norms = [module for module in below if isinstance(module, nn.SyncBatchNorm) and module.training]
+    norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm) and module.training]
     groups: Any = dict.fromkeys(norm.process_group or dist.group.WORLD for norm in norms)
     for group in (group for group in groups if group is not None and dist.get_world_size(group) > 1):
         Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {}, error)
