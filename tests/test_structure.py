@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "modules": {"functional", "checks", "distributed"},
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
+    "integrations": {PUBLIC},
     "bench": {PUBLIC, "reference", "backends", "losses"},
     "check": {PUBLIC, "reference", "bench"},
     "cli": {PUBLIC, "check"},
@@ -41,7 +42,8 @@ LOSSES = ["clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_l
 WITH_TWIN = [*LOSSES, "retrieval_ranks", "similarity_topk"]
 
 # Nothing that only an extra, a backend or a benchmark needs.
-HEAVY = ["triton", "matplotlib", "psutil", "pandas", "transformers", "open_clip", "lightly", "pytorch_metric_learning"]
+HEAVY = ["triton", "matplotlib", "psutil", "pandas", "transformers", "sentence_transformers", "open_clip", "lightly"]
+HEAVY += ["pytorch_metric_learning", "pytorch_lightning", "datasets", "accelerate", "torchvision"]
 
 
 def room_of(path: str) -> str:
