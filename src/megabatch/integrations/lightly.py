@@ -1,0 +1,112 @@
+"""lightly's NTXentLoss, in linear memory.
+
+- from lightly.loss import NTXentLoss
++ from megabatch.integrations.lightly import NTXentLoss
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import megabatch as mb
+
+__all__ = ["NTXentLoss"]
+
+OPTIONS = ("memory_budget", "backend", "tile", "exchange", "overlap", "grad_reduction", "label_smoothing", "reduction")
+
+
+class NTXentLoss(nn.Module):
+    """`lightly.loss.NTXentLoss` without the matrices of similarities: the same arguments, values and gradients.
+
+    Without a memory bank it equals `megabatch.nt_xent_loss(out0, out1, temperature=temperature, normalize=True)`,
+    SimCLR's loss. With one it is MoCo's: every row of `out0` has its row of `out1` as the positive and the bank alone
+    as negatives, not the other rows.
+
+    With `gather_distributed` the value is that of all ranks' rows, the same on every rank, of which lightly's is the
+    local part; the gradient that DDP averages is the same, and ranks may hold different numbers of rows. Without it,
+    and with a bank in any case, the loss is that of this rank's rows, as lightly's is.
+
+    Args:
+        temperature: What similarities are divided by; a negative one is taken as lightly takes it. Read in every
+            call, so that it may be changed, or be a tensor, which gets its gradient.
+        memory_bank_size: 0, or (number of rows, width) of lightly's bank of earlier `out1`, kept in `memory_bank`. A
+            bank is the only thing that needs lightly to be installed.
+        gather_distributed: Whether the rows of all ranks are one batch; with a bank, whether it takes those of all.
+        options: Of `megabatch.nt_xent_loss`: memory_budget, backend, tile, exchange, overlap, grad_reduction,
+            label_smoothing, reduction.
+    """
+
+    def __init__(
+        self,
+        temperature: float | Tensor = 0.5,
+        memory_bank_size: int | Sequence[int] = 0,
+        gather_distributed: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for option in options:
+            if option not in OPTIONS:
+                raise TypeError(
+                    f"NTXentLoss: options must be among {', '.join(OPTIONS)}, got {option}. megabatch.nt_xent_loss "
+                    "takes those that belong to a batch."
+                )
+        if -1e-8 < temperature < 1e-8:
+            raise ValueError(
+                f"NTXentLoss: temperature must be 1e-8 or more in size, because similarities are divided by it, got "
+                f"{temperature}."
+            )
+        self.memory_bank = None if memory_bank_size == 0 else _bank(memory_bank_size, gather_distributed)
+        self.temperature = temperature
+        self.gather_distributed = gather_distributed
+        self.options = options
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        """The loss of two views' projections, `[N, D]` each, which need not be normalised."""
+        # Not `temperature=`, which must be positive.
+        scale = torch.ones((), dtype=torch.float64) / self.temperature
+        negatives = None
+        if self.memory_bank is not None:
+            out0, out1 = normalize(out0, dim=1), normalize(out1, dim=1)
+            out1, negatives = self.memory_bank(out1, update=out0.requires_grad)
+        if negatives is None:
+            ranks = dist.group.WORLD if self.gather_distributed and _world_size() > 1 else None
+            loss = mb.nt_xent_loss(out0, out1, scale, normalize=True, group=ranks, **self.options)
+        else:
+            # One id for all: no row is a negative of another. The bank's have none, and are negatives of every row.
+            ids = torch.zeros(len(out0), dtype=torch.long, device=out0.device)
+            loss = mb.info_nce_loss(
+                out0,
+                out1,
+                scale,
+                negatives=negatives.T.to(out0),
+                query_ids=ids,
+                key_ids=ids,
+                normalize=False,
+                group=None,
+                **self.options,
+            )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def extra_repr(self) -> str:
+        own = {"temperature": self.temperature, "gather_distributed": self.gather_distributed, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in own.items())
+
+
+def _bank(size: int | Sequence[int], gather_distributed: bool) -> Any:
+    try:
+        from lightly.models.modules.memory_bank import MemoryBankModule
+    except ImportError as error:
+        raise ImportError(
+            "NTXentLoss: memory_bank_size must be 0 where lightly is not installed, because the bank is lightly's, got "
+            f"{size}. Run pip install 'megabatch[lightly]'."
+        ) from error
+    return MemoryBankModule(size=size, gather_distributed=gather_distributed)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,246 @@
+"""The losses of open_clip, and its training program with them.
+
+    from megabatch.integrations.open_clip import ClipLoss                     # was: from open_clip import ClipLoss
+    torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip …         # was: … -m open_clip_train.main …
+
+Same arguments, same values, linear memory. On several ranks the value is that of all their rows, and the gradient that
+of one process with all rows: what open_clip gives with local_loss=True and gather_with_grad=True. Its default, both
+False, divides the encoders' gradient by the number of ranks.
+"""
+
+import logging
+import sys
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megabatch as mb
+
+__all__ = ["ClipLoss", "CoCaLoss", "SigLipLoss", "create_loss", "install", "main"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Ranked(nn.Module):
+    """A loss that is told by numbers which ranks there are, as open_clip tells it."""
+
+    options: dict[str, Any]
+
+    def _take(self, rank: int, world_size: int, **needless: object) -> None:
+        """The arguments that mean something here, and those that do not."""
+        if given := [name for name, value in needless.items() if value]:
+            _log.info(
+                "%s: nothing depends on %s here: the gradient is always the exact one, the value that of all ranks.",
+                type(self).__name__,
+                ", ".join(given),
+            )
+        self.rank, self.world_size = rank, world_size
+        if dist.is_initialized():
+            self._find_ranks()
+        self.register_forward_pre_hook(_find_ranks_of)  # there may be others by then
+
+    def _find_ranks(self) -> None:
+        if self.options.get("group", ...) is not ...:
+            return
+        name, size = type(self).__name__, dist.get_world_size() if dist.is_initialized() else 1
+        if self.world_size > 1 and not dist.is_initialized():
+            raise ValueError(
+                f"{name}: world_size must be that of torch.distributed, which is not initialised, got "
+                f"{self.world_size}. Call torch.distributed.init_process_group before the first step."
+            )
+        if self.world_size != size:
+            raise ValueError(
+                f"{name}: world_size must be that of torch.distributed, {size}, got {self.world_size}. Pass "
+                "world_size=torch.distributed.get_world_size() and the rank for the rows of all ranks together, or "
+                "group=None for those of this rank alone."
+            )
+        if size > 1 and self.rank != dist.get_rank():
+            raise ValueError(
+                f"{name}: rank must be that of torch.distributed, {dist.get_rank()}, got {self.rank}. Pass "
+                "rank=torch.distributed.get_rank()."
+            )
+        if size > 1:
+            self.options["group"] = None
+
+    def get_logits(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as get_ground_truth is: there is no matrix of logits."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: get_logits and get_ground_truth must not be called, because no logits are ever "
+            "formed. Use open_clip's own loss, or megabatch.similarity_topk for the largest of each row."
+        )
+
+    get_ground_truth = get_logits
+
+
+def _find_ranks_of(loss: _Ranked, _: object) -> None:
+    loss._find_ranks()
+
+
+class ClipLoss(mb.ClipLoss, _Ranked):
+    """`open_clip.ClipLoss`, over `megabatch.clip_loss`. Owns no scale: forward takes it.
+
+    Args:
+        local_loss, gather_with_grad, cache_labels: Accepted; nothing depends on them.
+        rank, world_size: Those of torch.distributed, whose ranks' rows together make the batch. Others are an error,
+            here if it is initialised already, else in forward.
+        use_horovod: Refused.
+        options: Of `megabatch.ClipLoss`, for instance `memory_budget`. `normalize` is False unless given. With `group`,
+            that group's ranks make the batch (None: this one alone), and `rank` and `world_size` are not looked at.
+    """
+
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(init_logit_scale=None, **{"normalize": False, **options})
+        if use_horovod:
+            raise ValueError(
+                f"{type(self).__name__}: use_horovod must be False, because ranks meet through torch.distributed, got "
+                f"{use_horovod}. Start them with torchrun."
+            )
+        self._take(
+            rank, world_size, local_loss=local_loss, gather_with_grad=gather_with_grad, cache_labels=cache_labels
+        )
+
+
+class SigLipLoss(mb.SigLipLoss, _Ranked):
+    """`open_clip.SigLipLoss`, over `megabatch.siglip_loss`. Owns no scale and no bias: forward takes them.
+
+    Args:
+        cache_labels, dist_impl, chunk_size: Accepted; nothing depends on them.
+        rank, world_size, options: As for `ClipLoss`.
+    """
+
+    def __init__(
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        chunk_size: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(init_logit_scale=None, **{"normalize": False, **options})
+        if dist_impl and dist_impl not in ("bidir", "shift", "reduce", "gather"):
+            raise ValueError(
+                f"{type(self).__name__}: dist_impl must be one of 'bidir', 'shift', 'reduce', 'gather', got "
+                f"{dist_impl!r}. Leave it out: `exchange` is what chooses here."
+            )
+        self._take(rank, world_size, cache_labels=cache_labels, dist_impl=dist_impl, chunk_size=chunk_size)
+
+
+class CoCaLoss(ClipLoss):
+    """`open_clip.CoCaLoss`: `ClipLoss`, and the cross entropy of captions, of this rank's rows as in the original.
+
+    Args:
+        caption_loss_weight, clip_loss_weight: What the two are multiplied by.
+        pad_id: Label that does not count in captions.
+        options: The other arguments of `ClipLoss`.
+    """
+
+    def __init__(
+        self,
+        caption_loss_weight: float,
+        clip_loss_weight: float,
+        pad_id: int = 0,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, **options)
+        self.caption_loss_weight, self.clip_loss_weight = caption_loss_weight, clip_loss_weight
+        self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: float | Tensor,
+        output_dict: bool = False,
+    ) -> Any:
+        """The contrastive and the caption loss, or a dict of them with `output_dict`."""
+        contrastive = torch.tensor(0, device=logits.device)
+        if self.clip_loss_weight:
+            contrastive = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale)
+        caption = self.caption_loss_weight * self.caption_loss(logits.transpose(1, 2), labels)
+        return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
+
+
+def create_loss(args: Any) -> ClipLoss | SigLipLoss:
+    """`open_clip.create_loss`: the loss that the parsed arguments of open_clip_train ask for."""
+    if args.distill:
+        raise ValueError(
+            "create_loss: --distill-model must be left out, because distillation needs the whole matrix of logits, "
+            "which is never formed here. Run open_clip_train.main for it."
+        )
+    if getattr(args, "horovod", False):
+        raise ValueError(
+            "create_loss: --horovod must be left out, because ranks meet through torch.distributed. Start them with "
+            "torchrun."
+        )
+    ranks = {"rank": args.rank, "world_size": args.world_size}
+    if "coca" not in args.model.lower() and args.siglip:
+        return SigLipLoss(dist_impl=args.loss_dist_impl, **ranks)
+    ways = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
+    if "coca" in args.model.lower():
+        return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **ways)
+    return ClipLoss(**ways)
+
+
+def install() -> ExitStack:
+    """Has open_clip and open_clip_train take their losses from here: `create_loss` is replaced where they look it up.
+
+    For the rest of the program, or, as a context manager or until `.close()` of what it returns, for a while. Who has
+    imported `create_loss` by name before keeps the original.
+    """
+    modules = [_imported("open_clip"), _imported("open_clip.factory")]
+    with suppress(ModuleNotFoundError):  # it needs more packages than open_clip does
+        modules.append(import_module("open_clip_train.main"))
+    for module in modules:
+        if not hasattr(module, "create_loss"):
+            raise ImportError(
+                f"install: open_clip must be a version whose {module.__name__} has create_loss, as 3 does, got "
+                f"{modules[0].__version__}. Construct ClipLoss or SigLipLoss of this module where it makes its loss."
+            )
+    undo = ExitStack()
+    for module in modules:
+        if module.create_loss is not create_loss:
+            undo.callback(setattr, module, "create_loss", module.create_loss)
+            module.create_loss = create_loss
+    return undo
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"megabatch.integrations.open_clip: {error.name} must be installed. Run pip install 'megabatch[open_clip]'."
+        ) from error
+
+
+def main() -> None:
+    """The program open_clip_train.main, with the command line's arguments and these losses."""
+    program = _imported("open_clip_train.main")
+    with install():
+        program.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""pytorch-metric-learning's NTXentLoss and SupConLoss, in linear memory.
+
+- from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
++ from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
+
+Subclasses of the originals that replace the computation alone: reducers, regularizers, statistics, SelfSupervisedLoss,
+CrossBatchMemory and DistributedLossWrapper go on working. That wrapper has gathered the rows of all ranks before it
+comes here, so nothing here talks to other ranks; `megabatch.supcon_loss(…, group=…)` has a ring for them.
+
+Refused by name: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives.
+Losses of half-precision embeddings are float32; and they grow on where the originals' end at 87.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, normalize
+
+import megabatch as mb
+
+try:
+    from pytorch_metric_learning import distances, losses
+    from pytorch_metric_learning.utils.common_functions import labels_or_indices_tuple_required
+except ImportError as error:
+    raise ImportError(
+        "megabatch.integrations.pytorch_metric_learning needs pytorch-metric-learning 2.9 or newer. "
+        "Install it with: pip install 'megabatch[pytorch_metric_learning]'"
+    ) from error
+
+__all__ = ["NTXentLoss", "SupConLoss"]
+
+Tuple = tuple[Tensor, ...]
+
+
+class _Linear(losses.GenericPairLoss):
+    """What the two have in common; comes before the original in the order of classes."""
+
+    def __init__(self, temperature: float, memory_budget: int | str | None, backend: str, **kwargs: Any) -> None:
+        super().__init__(temperature=temperature, **kwargs)
+        self.options = {"memory_budget": memory_budget, "backend": backend}
+        self._check_distance()
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Tuple | None,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> dict[str, dict[str, Any]]:
+        labels_or_indices_tuple_required(labels, indices_tuple)
+        self._check_distance()
+        if self.distance.collect_stats:
+            normalized = (self.distance.maybe_normalize(x) for x in (embeddings, ref_emb))
+            self.distance.set_default_stats(embeddings, ref_emb, *normalized)
+        if ref_emb is not embeddings and not ref_emb.requires_grad:
+            ref_emb = ref_emb.clone()  # a memory may be written to before the backward
+        if indices_tuple is None:
+            assert labels is not None
+            found = self._of_labels(embeddings, ref_emb, *_ids(labels, ref_labels))
+        else:
+            a1, p, a2, n = indices_tuple if len(indices_tuple) == 4 else (*indices_tuple[:2], *indices_tuple[::2])
+            if _counts_for_nothing(len(a1), len(a2)):
+                return self.zero_losses()  # type: ignore[no-any-return]
+            if labels is None or ref_labels is None:
+                ids = _ids_of_pairs(a1, p, len(embeddings), None if ref_emb is embeddings else len(ref_emb))
+            else:
+                ids = _ids(labels, ref_labels)
+            found = self._of_tuple(embeddings, ref_emb, *ids, a1, p, a2, n)
+        return self.zero_losses() if found is None else {"loss": found}
+
+    def _check_distance(self) -> None:
+        distance, name = self.distance, type(self).__name__
+        if type(distance) not in (distances.CosineSimilarity, distances.DotProductSimilarity):
+            raise ValueError(
+                f"{name}: distance must be CosineSimilarity or DotProductSimilarity, got {type(distance).__name__}. "
+                f"Use pytorch_metric_learning.losses.{name} for others."
+            )
+        if (distance.p, distance.power) != (2, 1):
+            raise ValueError(
+                f"{name}: distance must have p=2 and power=1, got p={distance.p} and power={distance.power}. "
+                f"Use pytorch_metric_learning.losses.{name} for others."
+            )
+
+    def _keywords(self) -> dict[str, Any]:
+        scale = torch.ones((), dtype=torch.float64) / self.temperature  # which may be negative
+        normalizes = bool(self.distance.normalize_embeddings)
+        return {"logit_scale": scale, "normalize": normalizes, "reduction": "none", "group": None, **self.options}
+
+    def _refuse_tuple(self, rule: str, got: str) -> None:
+        name = type(self).__name__
+        raise ValueError(
+            f"{name}: indices_tuple must {rule}, got {got}. Use pytorch_metric_learning.losses.{name} with miners that "
+            "choose negatives."
+        )
+
+
+class NTXentLoss(_Linear, losses.NTXentLoss):
+    """`pytorch_metric_learning.losses.NTXentLoss` without its cubic memory: the same values and gradients.
+
+    Every pair (a, p) of rows of one label has a loss, with all rows n of other labels as negatives:
+
+        s = embeddings @ ref_emb.T / temperature
+        -log(exp(s[a, p]) / (exp(s[a, p]) + exp(s[a, n]).sum()))
+
+    Memory and time are those of `megabatch.info_nce_loss` with one query per pair; of `megabatch.nt_xent_loss`, half as
+    much, where every label occurs twice as in SimCLR. m rows of one label make m * (m - 1) pairs, which for few labels
+    in a large batch is many.
+
+    An `indices_tuple` may have any positives; the negatives of their anchors must be all rows of other labels, once
+    each. Without labels, rows that positives tie together are of one label.
+
+    Args:
+        temperature: What similarities are divided by.
+        memory_budget, backend: As in `megabatch.info_nce_loss`.
+        kwargs: Of the original: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
+    """
+
+    def __init__(
+        self, temperature: float = 0.07, *, memory_budget: int | str | None = None, backend: str = "auto", **kwargs: Any
+    ) -> None:
+        super().__init__(temperature, memory_budget, backend, **kwargs)
+
+    def _of_labels(self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor) -> dict[str, Any] | None:
+        anchors, positives = _positive_pairs(ids, ref_ids)
+        if _counts_for_nothing(len(anchors), _num_negatives(ids, ref_ids, len(anchors))):
+            return None
+        if ref_emb is embeddings and ref_ids is ids and bool((ids.bincount() == 2).all()):
+            first, second = (x[anchors < positives] for x in (anchors, positives))
+            values: Any = mb.nt_xent_loss(embeddings[first], embeddings[second], **self._keywords())
+            values = values[torch.cat([first, second]).argsort()]
+        else:
+            values = self._of_pairs(embeddings, ref_emb, ids, ref_ids, anchors, positives)
+        return {"losses": values, "indices": (anchors, positives), "reduction_type": "pos_pair"}
+
+    def _of_tuple(
+        self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, a1: Tensor, p: Tensor, *rest: Tensor
+    ) -> dict[str, Any]:
+        width = len(ref_emb)
+        is_anchor = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, a1, True)
+        a2, n = (x[is_anchor[rest[0]]] for x in rest)
+        listed = a2.bincount(minlength=len(ids))
+        wanted = width - ref_ids.bincount(minlength=len(ids) + width)[ids]
+        others = bool((ids[a2] != ref_ids[n]).all()) and len(torch.unique(a2 * width + n)) == len(a2)
+        if not (others and torch.equal(listed[is_anchor], wanted[is_anchor]) and torch.equal(ids[a1], ref_ids[p])):
+            self._refuse_tuple(
+                "give the anchor of every positive pair, which are two rows of one label, all rows of other labels as "
+                "negatives, each once",
+                f"{len(a2)} negatives where {int(wanted[is_anchor].sum())} were due, or other ones",
+            )
+        pairs, place = torch.unique(a1 * width + p, return_inverse=True)
+        values = self._of_pairs(embeddings, ref_emb, ids, ref_ids, pairs // width, pairs % width)
+        return {"losses": values[place], "indices": (a1, p), "reduction_type": "pos_pair"}
+
+    def _of_pairs(
+        self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, anchors: Tensor, positives: Tensor
+    ) -> Any:
+        queries: dict[str, Any] = {"query_ids": ids[anchors], "key_ids": ref_ids, "positives": positives}
+        return mb.info_nce_loss(embeddings[anchors], ref_emb, **queries, same_ids="mask", **self._keywords())
+
+
+class SupConLoss(_Linear, losses.SupConLoss):
+    """`pytorch_metric_learning.losses.SupConLoss` without the matrix of similarities: the same values and gradients.
+
+    It equals `megabatch.supcon_loss(embeddings, labels, temperature=temperature, normalize=True, reduction="none")`,
+    handed to the reducer; with `ref_emb`, the same from `embeddings` to its rows.
+
+    An `indices_tuple` must list, for every anchor that has positives, all rows as positives or negatives, but for one
+    at most, such as the anchor itself.
+
+    Args:
+        temperature: What similarities are divided by.
+        memory_budget, backend: As in `megabatch.supcon_loss`.
+        kwargs: Of the original: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
+    """
+
+    def __init__(
+        self, temperature: float = 0.1, *, memory_budget: int | str | None = None, backend: str = "auto", **kwargs: Any
+    ) -> None:
+        super().__init__(temperature, memory_budget, backend, **kwargs)
+
+    def _of_labels(self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor) -> dict[str, Any] | None:
+        num_positives = ref_ids.bincount(minlength=len(ids) + len(ref_ids))[ids] - int(ref_ids is ids)
+        total = int(num_positives.sum())
+        if _counts_for_nothing(total, _num_negatives(ids, ref_ids, total)):
+            return None
+        if ref_ids is not ids:
+            # A query must have a positive: the last of its label, or, where there is none, any, which then weighs 0.
+            last = ids.new_zeros(len(ids) + len(ref_ids)).scatter_reduce(0, ref_ids, _range(ref_ids), "amax")[ids]
+            values: Any = mb.info_nce_loss(
+                embeddings,
+                ref_emb,
+                query_ids=ids,
+                key_ids=ref_ids,
+                positives=last,
+                same_ids="positive",
+                weight=num_positives.clamp(max=1),
+                **self._keywords(),
+            )
+        elif ref_emb is embeddings:
+            values = mb.supcon_loss(embeddings, ids, **self._keywords())
+        else:
+            values = self._but_for_one(embeddings, ref_emb, *_positive_pairs(ids, ref_ids), _range(ids))
+        return {"losses": values, "indices": _range(ids), "reduction_type": "element"}
+
+    def _of_tuple(
+        self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, a1: Tensor, p: Tensor, *rest: Tensor
+    ) -> dict[str, Any]:
+        width = len(ref_emb)
+        has_positives = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, a1, True)
+        a2, n = (x[has_positives[rest[0]]] for x in rest)
+        positives, negatives = torch.unique(a1 * width + p), torch.unique(a2 * width + n)
+        pairs = torch.cat([positives, negatives])
+        rows = pairs // width
+        listed = rows.bincount(minlength=len(ids))
+        fewest = int(listed[has_positives].min())
+        if len(torch.unique(pairs)) < len(pairs) or fewest < width - 1:
+            self._refuse_tuple(
+                "list all rows but for one at most, as positives or as negatives, for every anchor that has positives",
+                f"an anchor with {fewest} of {width}, or a row that is both",
+            )
+        left_out = width * (width - 1) // 2 - torch.zeros_like(ids).index_add(0, rows, pairs % width)
+        left_out = left_out.where(listed < width, -1)
+        values = self._but_for_one(embeddings, ref_emb, positives // width, positives % width, left_out)
+        return {"losses": values, "indices": _range(ids), "reduction_type": "element"}
+
+    def _but_for_one(
+        self, embeddings: Tensor, ref_emb: Tensor, anchors: Tensor, positives: Tensor, left_out: Tensor
+    ) -> Tensor:
+        """From pairs in order, where `left_out` is the one row of `ref_emb` that is no column of each anchor, or -1."""
+        keywords = self._keywords()
+        rows, counts = torch.unique(anchors, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        first = positives[starts]
+        keys: dict[str, Any] = {"query_ids": left_out[rows], "key_ids": _range(ref_emb), "positives": first}
+        values = mb.info_nce_loss(embeddings[rows], ref_emb, **keys, same_ids="mask", **keywords)
+        assert isinstance(values, Tensor)
+        # As if the first positive were the only one; the mean of all is what counts.
+        query, key = (x if x.dtype == torch.float64 else x.float() for x in (embeddings, ref_emb))
+        if keywords["normalize"]:
+            query, key = normalize(query, dim=1), normalize(key, dim=1)
+        further = key[first] - embedding_bag(positives, key, starts, mode="mean")
+        values += keywords["logit_scale"] * (query[rows] * further).sum(1)
+        return values.new_zeros(len(embeddings)).index_copy(0, rows, values)
+
+
+def _ids(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Labels of any dtype as numbers from 0. They are one tensor twice where a row is no positive of itself."""
+    if ref_labels is None or ref_labels is labels:
+        ids = torch.unique(labels, return_inverse=True)[1]
+        return ids, ids
+    ids = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)[1]
+    return ids[: len(labels)], ids[len(labels) :]
+
+
+def _ids_of_pairs(anchors: Tensor, positives: Tensor, num_rows: int, num_refs: int | None) -> tuple[Tensor, Tensor]:
+    """One id for all rows that pairs tie together; `num_refs` is None where positives are rows of the same tensor."""
+    if num_refs is not None:
+        positives = positives + num_rows
+    ids = torch.arange(num_rows + (num_refs or 0), device=anchors.device)
+    while True:
+        least = torch.minimum(ids[anchors], ids[positives])
+        tied = ids.scatter_reduce(0, anchors, least, "amin").scatter_reduce(0, positives, least, "amin")
+        if torch.equal(tied, ids):
+            return (ids, ids) if num_refs is None else (ids[:num_rows], ids[num_rows:])
+        ids = tied
+
+
+def _positive_pairs(ids: Tensor, ref_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of one id, those of each anchor in order; without the anchor itself where the ids are one tensor."""
+    of_id = ref_ids.bincount(minlength=len(ids) + len(ref_ids))
+    count = of_id[ids]
+    anchors = _range(ids).repeat_interleave(count)
+    shift = (of_id.cumsum(0) - of_id)[ids] - (count.cumsum(0) - count)
+    positives = ref_ids.argsort(stable=True)[_range(anchors) + shift[anchors]]
+    if ref_ids is not ids:
+        return anchors, positives
+    others = anchors != positives
+    return anchors[others], positives[others]
+
+
+def _num_negatives(ids: Tensor, ref_ids: Tensor, num_positives: int) -> int:
+    return len(ids) * len(ref_ids) - num_positives - (len(ids) if ref_ids is ids else 0)
+
+
+def _counts_for_nothing(num_positives: int, num_negatives: int) -> bool:
+    """Where the originals say that there is no loss: one pair of each is not enough for them."""
+    return min(num_positives, num_negatives) == 0 or max(num_positives, num_negatives) == 1
+
+
+def _range(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)

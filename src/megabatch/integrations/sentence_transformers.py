@@ -1,0 +1,358 @@
+"""sentence-transformers' losses with in-batch negatives, in linear memory.
+
+- from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
++ from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megabatch as mb
+
+from .same_texts import NOWHERE_ELSE, hash_tokens, ids_of_rows
+
+try:
+    from sentence_transformers import util
+    from sentence_transformers.sentence_transformer import losses as originals
+    from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
+except ImportError as error:
+    raise ImportError(
+        "megabatch.integrations.sentence_transformers needs sentence-transformers 6 or newer. "
+        "Install it with: pip install 'megabatch[sentence_transformers]'"
+    ) from error
+
+# Options of megabatch's losses that say how a loss is computed, not what it is.
+WAYS = ("memory_budget", "backend", "tile", "exchange", "overlap")
+
+INF_CL = """
+@misc{cheng2024breakingmemorybarrierinfinite,
+      title={Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss},
+      author={Zesen Cheng and Hang Zhang and Kehan Li and Sicong Leng and Zhiqiang Hu and Fei Wu and Deli Zhao and Xin Li and Lidong Bing},
+      year={2024},
+      eprint={2410.17243},
+      archivePrefix={arXiv},
+      primaryClass={cs.CV},
+      url={https://arxiv.org/abs/2410.17243},
+}
+"""  # noqa: E501
+
+
+class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
+    """sentence-transformers' MultipleNegativesRankingLoss without the matrices of similarities.
+
+    The same arguments, values and gradients, and the same place in a SentenceTransformerTrainer. With
+    `gather_across_devices` every rank gets the loss of all ranks' rows, of which the original's is the local part, and
+    ranks may hold different numbers of rows. Refused by name: similarities other than cos_sim and dot_score, hardness
+    modes, and "doc_to_doc" without "doc_to_query".
+
+    Args:
+        model: SentenceTransformer model.
+        scale: 1 / temperature.
+        similarity_fct: `util.cos_sim`, `util.dot_score`, or `model.similarity` where it is one of them.
+        gather_across_devices: Whether the rows of all ranks are one batch.
+        directions: As the original's: "query_to_doc" and any of "query_to_query", "doc_to_query", "doc_to_doc".
+        partition_mode: As the original's: "joint" or "per_direction".
+        hardness_mode: None. Others are refused.
+        hardness_strength: 0.
+        mask_duplicates: True: negatives of a row are only texts that are new to it: not its anchor or its positive, nor
+            those of rows that share a text with it, directly or through others, on all ranks if gathered. Texts are the
+            same if their tokens are.
+        options: Of `megabatch.info_nce_loss`: memory_budget, backend, tile, exchange, overlap.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = util.cos_sim,
+        gather_across_devices: bool = False,
+        directions: tuple[str, ...] = ("query_to_doc",),
+        partition_mode: str = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        mask_duplicates: bool = False,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        if hardness_mode is not None or hardness_strength:
+            raise ValueError(
+                f"{name}: hardness_mode must be None and hardness_strength 0, got {hardness_mode!r} and "
+                f"{hardness_strength}. Use sentence-transformers' own loss for hardness weighting."
+            )
+        if "doc_to_doc" in directions and "doc_to_query" not in directions:
+            raise ValueError(
+                f"{name}: directions must have 'doc_to_query' where they have 'doc_to_doc', got {directions}. "
+                "Use sentence-transformers' own loss for this combination."
+            )
+        for option in options:
+            if option not in WAYS:
+                raise TypeError(f"{name}: {option} must be an option: {', '.join(WAYS)}.")
+        super().__init__(model, scale, similarity_fct, gather_across_devices, directions, partition_mode)
+        self._is_cosine()
+        self.mask_duplicates = mask_duplicates
+        self.options = options
+        self._hashes: list[Tensor] | None = None
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of columns (anchor, positive, negatives...); `labels` are not used."""
+        columns = list(sentence_features)
+        with self.knowing_the_texts_of(columns):
+            return super().forward(columns, labels)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def knowing_the_texts_of(self, columns: list[dict[str, Tensor]]) -> Iterator[None]:
+        """While losses are computed from the embeddings of these columns."""
+        self._hashes = [self._hash(column) for column in columns] if self.mask_duplicates else None
+        try:
+            yield
+        finally:
+            self._hashes = None
+
+    def _hash(self, column: dict[str, Tensor]) -> Tensor:
+        tokens, mask = column.get("input_ids"), column.get("attention_mask")
+        if tokens is None or mask is None or tokens.dim() != 2 or mask.shape != tokens.shape:
+            raise ValueError(
+                f"{type(self).__name__}: mask_duplicates must have padded tokens to compare (input_ids and "
+                f"attention_mask), got a column of {', '.join(sorted(column))}. Set mask_duplicates=False."
+            )
+        return hash_tokens(tokens, mask)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The loss of `[N, D]` anchors, `[N, D]` positives and any number of `[K, D]` negatives, K as it comes.
+
+        Every negative is one for every anchor. `labels` are not used.
+        """
+        if len(embeddings) < 2:
+            raise ValueError(
+                f"{type(self).__name__}: embeddings must be those of anchors and positives at least, got "
+                f"{len(embeddings)}."
+            )
+        query, positive, *hard = embeddings
+        group = dist.group.WORLD if self.gather_across_devices and _on_several_ranks() else None
+        if "doc_to_doc" in self.directions:
+            self._check_owners(query, hard)
+        sides = _Sides(query, positive, hard, *self._ids(query, hard, group))
+        options = {**self.options, "logit_scale": self.scale, "normalize": self._is_cosine(), "group": group}
+        queries_among_themselves = "query_to_query" in self.directions
+        docs_among_themselves = "doc_to_doc" in self.directions
+        if "doc_to_query" not in self.directions:
+            return sides.from_queries(queries_among_themselves, **options)
+        if self.partition_mode == "per_direction":
+            return sides.both_ways(**options)
+        # Both are relative to the score of the same pair, so their denominators add up as they are.
+        options["reduction"] = "none"
+        from_queries = sides.from_queries(queries_among_themselves, **options)
+        from_docs = sides.from_docs(docs_among_themselves, **options)
+        return _mean_of_all_rows(torch.logaddexp(from_queries, from_docs), group)
+
+    def _ids(
+        self, query: Tensor, hard: list[Tensor], group: dist.ProcessGroup | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What tells rows and negatives that are the same thing; None where no two are taken for it."""
+        if self.mask_duplicates:
+            if self._hashes is None:
+                raise ValueError(
+                    f"{type(self).__name__}: mask_duplicates must have texts to compare, got embeddings alone. Call "
+                    "the loss with sentence features, or set mask_duplicates=False."
+                )
+            anchors, positives, *negatives = self._hashes
+            return ids_of_rows(anchors, positives, negatives, gather=group is not None)
+        if {"query_to_query", "doc_to_doc"} & set(self.directions):
+            first = dist.get_rank() << 40 if group is not None else 0
+            ids = torch.arange(first, first + len(query), device=query.device)
+            return ids, ids.new_full((sum(map(len, hard)),), NOWHERE_ELSE)
+        return None, None
+
+    def _check_owners(self, query: Tensor, hard: list[Tensor]) -> None:
+        """Documents are not compared with those of their own query, so it must be known whose they are."""
+        if any(len(column) != len(query) for column in hard):
+            raise ValueError(
+                f"{type(self).__name__}: negatives must have one row per anchor with 'doc_to_doc', because row i of "
+                f"each belongs with anchor i, got {[len(rows) for rows in hard]} for {len(query)}. Drop 'doc_to_doc'."
+            )
+        if hard and self.mask_duplicates:
+            raise ValueError(
+                f"{type(self).__name__}: mask_duplicates must be False with 'doc_to_doc' and hard negatives, which are "
+                "masked by their anchor there. Drop one of the three."
+            )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "mask_duplicates": self.mask_duplicates, **self.options}
+
+    @property
+    def citation(self) -> str:
+        return str(super().citation) + INF_CL
+
+    def _is_cosine(self) -> bool:
+        """Whether rows are normalised before they are multiplied."""
+        function = self.similarity_fct
+        owner = getattr(function, "__self__", None)
+        if owner is not None and getattr(function, "__name__", "") == "similarity":
+            function = util.SimilarityFunction.to_similarity_fn(owner.similarity_fn_name)
+        if function not in (util.cos_sim, util.pytorch_cos_sim, util.dot_score):
+            raise ValueError(
+                f"{type(self).__name__}: similarity_fct must be util.cos_sim or util.dot_score, got "
+                f"{util.similarity_fct_name(function)}. Use sentence-transformers' own loss for it."
+            )
+        return function is not util.dot_score
+
+
+class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
+    """sentence-transformers' CachedMultipleNegativesRankingLoss with a faster, smaller stage between the two passes.
+
+    The encoder runs as in the original, mini-batch by mini-batch, twice. The loss between is that of
+    MultipleNegativesRankingLoss above: `mini_batch_size` has no say in it, and over ranks it is one ring instead of two
+    reductions per mini-batch. Arguments as there and, of the original, `mini_batch_size`, `mini_batch_num_tokens` and
+    `show_progress_bar`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = util.cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[str, ...] = ("query_to_doc",),
+        partition_mode: str = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        mask_duplicates: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            mini_batch_size=mini_batch_size,
+            mini_batch_num_tokens=mini_batch_num_tokens,
+            show_progress_bar=show_progress_bar,
+        )
+        self.loss = MultipleNegativesRankingLoss(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions,
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+            mask_duplicates=mask_duplicates,
+            **options,
+        )
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The loss of columns (anchor, positive, negatives...); `labels` are not used."""
+        columns = list(sentence_features)
+        with self.loss.knowing_the_texts_of(columns):
+            return super().forward(columns, labels)  # type: ignore[no-any-return]
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of the embeddings of each column, in mini-batches; with its gradients in them if asked for."""
+        loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
+        if with_backward:
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss = loss.detach()
+        return loss
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        loss: Tensor = self.loss.compute_loss_from_embeddings(embeddings, labels)
+        return loss
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "mask_duplicates": self.loss.mask_duplicates, **self.loss.options}
+
+    @property
+    def citation(self) -> str:
+        return str(super().citation) + INF_CL
+
+
+@dataclass
+class NegativeListsCollator(SentenceTransformerDataCollator):
+    """sentence-transformers' collator for datasets where a row may have any number of negatives, also none.
+
+    The texts of a column of lists are taken one after another: a column of negatives for all anchors of the batch.
+
+        SentenceTransformerTrainer(..., data_collator=NegativeListsCollator(model.preprocess))
+    """
+
+    preprocess_fn: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        preprocess = self.preprocess_fn
+
+        def flatten_and_preprocess(values: list[Any], **options: Any) -> dict[str, Any]:
+            lists = bool(values) and isinstance(values[0], list | tuple)
+            texts = [text for value in values for text in value] if lists else values
+            return dict(preprocess(texts, **options)) if texts else {}
+
+        self.preprocess_fn = flatten_and_preprocess
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The embeddings of a batch, and ids of its rows and hard negatives where some pairs are masked."""
+
+    query: Tensor
+    doc: Tensor
+    hard: list[Tensor]
+    ids: Tensor | None
+    hard_ids: Tensor | None
+
+    def from_queries(self, among_themselves: bool, **options: Any) -> Tensor:
+        """Each query's document among all documents and hard negatives and, if asked for, the other queries."""
+        negatives, ids = self.hard, [self.hard_ids]
+        if among_themselves:
+            negatives, ids = [*self.hard, self.query], [self.hard_ids, self.ids]
+        return self._info_nce(self.query, self.doc, negatives, ids, **options)
+
+    def from_docs(self, among_themselves: bool, **options: Any) -> Tensor:
+        """Each document's query among all queries and, if asked for, all documents but those of its own query."""
+        negatives, ids = [], []
+        if among_themselves:
+            negatives, ids = [self.doc, *self.hard], [self.ids] * (1 + len(self.hard))
+        return self._info_nce(self.doc, self.query, negatives, ids, **options)
+
+    def both_ways(self, **options: Any) -> Tensor:
+        """The mean of the two directions."""
+        if not self.hard:
+            return mb.clip_loss(self.query, self.doc, ids=self.ids, **options)  # type: ignore[return-value]
+        return (self.from_queries(False, **options) + self.from_docs(False, **options)) / 2
+
+    def _info_nce(
+        self, query: Tensor, key: Tensor, negatives: list[Tensor], negative_ids: list[Tensor | None], **options: Any
+    ) -> Tensor:
+        given = [each for each in negative_ids if each is not None]
+        return mb.info_nce_loss(  # type: ignore[return-value]
+            query,
+            key,
+            negatives=torch.cat(negatives) if negatives else None,
+            query_ids=self.ids,
+            key_ids=self.ids,
+            negative_ids=torch.cat(given) if negatives and given else None,
+            **options,
+        )
+
+
+def _on_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _mean_of_all_rows(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Its value is the mean over the rows of all ranks, and so is what trainers make of its gradients by averaging."""
+    if group is None:
+        return losses.mean()
+    total = torch.stack([losses.detach().double().sum(), losses.new_tensor(len(losses), dtype=torch.float64)])
+    dist.all_reduce(total, group=group)
+    share = losses.sum() * (dist.get_world_size(group) / total[1])
+    return share + ((total[0] / total[1]).to(share.dtype) - share.detach())
