@@ -18,13 +18,12 @@ import megabatch as mb
 
 
 class ContrastiveTrainer(Trainer):
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
         clip = self.accelerator.unwrap_model(model)  # calling it would form all logits; its towers do not
         image = mb.chunked(clip.get_image_features, inputs["pixel_values"], chunk_size=64, select="pooler_output")
         text = mb.chunked(clip.get_text_features, inputs["input_ids"], chunk_size=64, select="pooler_output")
         # The pairs of all ranks together; WORLD is None in a single process.
-        loss = mb.clip_loss(image, text, clip.logit_scale.exp(), normalize=True, group=dist.group.WORLD)
-        return (loss, {}) if return_outputs else loss
+        return mb.clip_loss(image, text, clip.logit_scale.exp(), normalize=True, group=dist.group.WORLD)
 
 
 def make_pairs(count: int) -> list[dict[str, Tensor]]:

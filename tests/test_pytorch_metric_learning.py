@@ -1,7 +1,7 @@
 """pytorch-metric-learning's losses and their stand-ins: the same values and gradients, through its own machinery."""
 
 import inspect
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.integrations import pytorch_metric_learning as ours
 
 from .ranks import Pool
-from .test_memory import LargestTensor
+from .test_memory import MIB, LargestTensor, LiveBytes, below_the_seam
 
 NAMES = ("NTXentLoss", "SupConLoss")
 LABELS = {
@@ -74,6 +74,12 @@ def test_signatures_are_those_of_the_originals(name: str) -> None:
         for parameter in inspect.signature(getattr(theirs, method)).parameters.values():
             assert found[parameter.name].default == parameter.default
             assert found[parameter.name].kind == parameter.kind
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
+    with pytest.raises(ImportError, match=r"pip install 'megabatch\[pytorch_metric_learning\]'"):
+        runpy.run_path(inspect.getfile(ours))
 
 
 # ---- Labels
@@ -221,6 +227,14 @@ def test_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) ->
         assert found[1].dtype == dtype
         torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-5, atol=1e-5)
         assert (found[1].double() - truth[1]).norm() <= (peer[1].double() - truth[1]).norm()
+
+
+def test_losses_beyond_what_the_original_can_tell() -> None:
+    """Each row is opposite to its positive and equal to a negative: 200 at this temperature."""
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).repeat(2, 1)
+    labels = torch.tensor([0, 0, 1, 1])
+    assert losses.NTXentLoss(temperature=0.01)(x, labels) < 90
+    torch.testing.assert_close(ours.NTXentLoss(temperature=0.01)(x, labels), torch.tensor(200.0))
 
 
 # ---- Through the machinery of the original
@@ -424,37 +438,20 @@ def test_supcon_may_leave_any_one_row_out() -> None:
 
 # ---- Memory
 
-MEASURE = """
-import sys, torch
-from {module} import {name}
 
-def memory(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-def step(num_rows):
-    x = torch.randn(num_rows, 32, requires_grad=True)
-    {name}()(x, torch.arange(num_rows) % (num_rows // {per_label})).backward()
-
-step(32)
-before = memory("VmRSS")
-step({num_rows})
-print(memory("VmHWM") - before)
-"""
+def peak(loss: Any, num_rows: int) -> int:
+    """The most bytes at one time beyond the inputs, with four rows of each label."""
+    x, labels = leaf(num_rows, torch.float32, width=32), torch.arange(num_rows) % (num_rows // 4)
+    with LiveBytes() as live:
+        loss(x, labels).backward()
+    return live.peak
 
 
-def peak(module: str, name: str, num_rows: int, per_label: int) -> int:
-    code = MEASURE.format(module=module, name=name, num_rows=num_rows, per_label=per_label)
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-
-
-def test_a_real_process_where_the_original_takes_gigabytes() -> None:
-    """1024 rows of 256 labels: the original has a column for each of a million negatives in each of 3072 rows."""
-    assert peak("megabatch.integrations.pytorch_metric_learning", "NTXentLoss", 1024, 4) < 64 * 2**20
-
-
-def test_the_meter_sees_the_original() -> None:
-    assert peak("pytorch_metric_learning.losses", "NTXentLoss", 128, 4) > 64 * 2**20
+def test_where_the_original_takes_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices have a column for each of a million negatives in each of 3072 rows."""
+    below_the_seam(monkeypatch)
+    assert peak(losses.NTXentLoss(), 128) > 64 * MIB, "the meter saw nothing"
+    assert peak(ours.NTXentLoss(memory_budget="2MiB"), 1024) < 6 * MIB
 
 
 @pytest.mark.parametrize("per_label", [2, 4])

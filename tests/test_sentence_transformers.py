@@ -22,7 +22,7 @@ from sentence_transformers import SentenceTransformer, util  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as originals  # noqa: E402
 
 from megabatch.integrations import sentence_transformers as drop_ins  # noqa: E402
-from megabatch.integrations.same_texts import hash_tokens  # noqa: E402
+from megabatch.integrations.same_texts import hash_tokens, ids_of_rows  # noqa: E402
 
 from . import sentence_transformers_training as training  # noqa: E402
 from .sentence_transformers_training import ALIKE, DIRECTIONS, NEGATIVES, NEGATIVES_ALIKE, TEXTS, embeddings, tokens  # noqa: E402
@@ -292,6 +292,30 @@ def test_duplicates_of_real_texts_are_masked(name: str, options: dict[str, Any])
     torch.testing.assert_close(of_the_model(masking, doubled)[0], wanted, rtol=1e-4, atol=1e-5)
     assert of_the_model(plain, doubled)[0] > wanted + 0.05
     torch.testing.assert_close(of_the_model(masking, columns)[0], of_the_model(plain, columns)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_ids_of_rows_and_of_many_negatives() -> None:
+    letters = torch.arange(200)  # negatives below, among and above all texts of the rows
+    anchors, positives = torch.tensor([90, 91, 92, 93, 94]), torch.tensor([101, 102, 101, 104, 93])
+    rows, negatives = ids_of_rows(anchors, positives, [letters[:100], letters[100:]], gather=False)
+    groups = [{90, 92, 101}, {91, 102}, {93, 94, 104}]
+    assert [rows.tolist().index(row) for row in rows.tolist()] == [0, 1, 0, 3, 3]
+    for text, id in zip(letters.tolist(), negatives.tolist(), strict=True):
+        mine = [rows[anchors.tolist().index(min(group))].item() for group in groups if text in group]
+        assert id == (mine[0] if mine else -1)
+
+
+def test_rows_tied_in_a_long_chain_have_one_id() -> None:
+    links = torch.randperm(1000)
+    rows, _ = ids_of_rows(links, links + 1, [], gather=False)
+    assert len(rows.unique()) == 1
+
+
+def test_texts_are_forgotten_after_their_batch() -> None:
+    loss = drop_ins.MultipleNegativesRankingLoss(minilm(), mask_duplicates=True)
+    loss([minilm().preprocess(texts[:3]) for texts in training.pairs().values()], None)
+    with pytest.raises(ValueError, match="got embeddings alone"):
+        loss.compute_loss_from_embeddings(embeddings(3, 0))
 
 
 def test_the_same_tokens_have_the_same_hash_wherever_the_padding_is() -> None:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
     "integrations": {PUBLIC},
-    "bench": {PUBLIC, "reference", "backends", "losses"},
+    "bench": {PUBLIC, "integrations", "reference", "backends", "losses"},
     "check": {PUBLIC, "reference", "bench"},
     "cli": {PUBLIC, "check"},
     "__main__": {"cli"},

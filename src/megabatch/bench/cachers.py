@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import megabatch
 
-from .contenders import NotInstalled, package
-from .peers import sentence_transformers_losses
+from .contenders import NotInstalled, package, sentence_transformers_losses
 from .towers import Side, Task, Tower
 
 # Forward and backward of a task; leaves the gradients in its parameters and returns the loss.

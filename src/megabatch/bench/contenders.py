@@ -1,5 +1,6 @@
 """Who is measured: megabatch, its dense twin, what people write today, other packages, and the bare matrix products."""
 
+import contextlib
 import importlib
 import importlib.util
 import warnings
@@ -128,6 +129,39 @@ def metric_learning(case: Case) -> Step:
     return step_of(lambda view1, view2, scale: nt_xent(torch.cat([view1, view2]), pair))
 
 
+def sentence_transformers(case: Case) -> Step:
+    losses = sentence_transformers_losses()
+    loss = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=case.kind.scale)
+    return step_of(lambda query, key, scale: loss.compute_loss_from_embeddings([query, key], None))
+
+
+def sentence_transformers_cached(case: Case) -> Step:
+    """The stage between its two passes over the encoder, with mini-batches of the size that it has by default."""
+    losses = sentence_transformers_losses()
+    return step_of_stage(losses.CachedMultipleNegativesRankingLoss([None], scale=case.kind.scale))
+
+
+def sentence_transformers_drop_in(case: Case) -> Step:
+    sentence_transformers_losses()  # with what makes it importable
+    losses = package("megabatch.integrations.sentence_transformers")
+    return step_of_stage(losses.CachedMultipleNegativesRankingLoss([None], scale=case.kind.scale))
+
+
+def step_of_stage(loss: Any) -> Step:
+    def step(inputs: Inputs) -> Tensor:
+        pieces = [
+            [piece.detach().requires_grad_() for piece in torch.split(column, loss.mini_batch_size)]
+            for column in inputs.features
+        ]
+        value: Tensor = loss.calculate_loss(pieces, with_backward=True)
+        for column, own in zip(inputs.features, pieces, strict=True):
+            gradients = [piece.grad for piece in own if piece.grad is not None]
+            column.grad = torch.cat(gradients)
+        return value
+
+    return step
+
+
 def products(case: Case) -> Step:
     """The matrix products that a step needs, of the full shape, into outputs made beforehand, and nothing else."""
     rows, columns = (torch.randn(case.side, case.width).to(case.torch_dtype) for _ in range(2))
@@ -155,6 +189,12 @@ def package(name: str) -> Any:
             raise
         _declare_torchvision_operators()
         return importlib.import_module(name)
+
+
+def sentence_transformers_losses() -> Any:
+    with contextlib.suppress(NotInstalled):
+        package("torchvision")  # first, by a way that forgives what its compiled part lacks
+    return package("sentence_transformers.sentence_transformer.losses")
 
 
 _TORCHVISION: list[torch.library.Library] = []
@@ -195,6 +235,28 @@ CONTENDERS = {
             metric_learning,
             ("nt_xent", "supcon"),
             held=_pairs_by_pairs,
+            normalizes=True,
+        ),
+        Contender(
+            "mnrl",
+            "sentence-transformers, plain",
+            sentence_transformers,
+            ("info_nce",),
+            held=_matrices(5),
+            normalizes=True,
+        ),
+        Contender(
+            "cached_mnrl",
+            "sentence-transformers, cached",
+            sentence_transformers_cached,
+            ("info_nce",),
+            normalizes=True,
+        ),
+        Contender(
+            "drop_in",
+            "megabatch's drop-in for the latter",
+            sentence_transformers_drop_in,
+            ("info_nce",),
             normalizes=True,
         ),
         Contender("products", "plain products, the limit", products, held=_matrices(1), bare=True),

@@ -1,6 +1,5 @@
 """Who is asked for gradients over ranks: megabatch, and other packages' losses in their own settings for ranks."""
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 import megabatch
 
 from .cases import LOSSES
-from .contenders import NotInstalled, package
+from .contenders import package, sentence_transformers_losses
 from .ranks import Member
 
 
@@ -91,12 +90,6 @@ def sentence_transformers_loss(loss: str, member: Member) -> RankLoss:
         partition_mode="per_direction",
     )
     return lambda part: criterion.compute_loss_from_embeddings(list(part.features), None)
-
-
-def sentence_transformers_losses() -> Any:
-    with contextlib.suppress(NotInstalled):
-        package("torchvision")  # first, by a way that forgives what its compiled part lacks
-    return package("sentence_transformers.sentence_transformer.losses")
 
 
 def metric_learning_loss(loss: str, efficient: bool, member: Member) -> RankLoss:

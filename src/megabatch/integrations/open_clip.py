@@ -64,7 +64,7 @@ class _Ranked(nn.Module):
                 "rank=torch.distributed.get_rank()."
             )
         if size > 1:
-            self.options["group"] = None
+            self.options["group"] = dist.group.WORLD
 
     def get_logits(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as get_ground_truth is: there is no matrix of logits."""

@@ -8,7 +8,7 @@ CrossBatchMemory and DistributedLossWrapper go on working. That wrapper has gath
 comes here, so nothing here talks to other ranks; `megabatch.supcon_loss(…, group=…)` has a ring for them.
 
 Refused by name: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives.
-Losses of half-precision embeddings are float32; and they grow on where the originals' end at 87.
+Losses of half-precision embeddings are float32.
 """
 
 from typing import Any
@@ -60,14 +60,11 @@ class _Linear(losses.GenericPairLoss):
             assert labels is not None
             found = self._of_labels(embeddings, ref_emb, *_ids(labels, ref_labels))
         else:
-            a1, p, a2, n = indices_tuple if len(indices_tuple) == 4 else (*indices_tuple[:2], *indices_tuple[::2])
+            listed = [x.to(embeddings.device) for x in indices_tuple]
+            a1, p, a2, n = listed if len(listed) == 4 else (*listed[:2], *listed[::2])
             if _counts_for_nothing(len(a1), len(a2)):
                 return self.zero_losses()  # type: ignore[no-any-return]
-            if labels is None or ref_labels is None:
-                ids = _ids_of_pairs(a1, p, len(embeddings), None if ref_emb is embeddings else len(ref_emb))
-            else:
-                ids = _ids(labels, ref_labels)
-            found = self._of_tuple(embeddings, ref_emb, *ids, a1, p, a2, n)
+            found = self._of_pairs(embeddings, ref_emb, labels, ref_labels, a1, p, a2, n)
         return self.zero_losses() if found is None else {"loss": found}
 
     def _check_distance(self) -> None:
@@ -88,7 +85,7 @@ class _Linear(losses.GenericPairLoss):
         normalizes = bool(self.distance.normalize_embeddings)
         return {"logit_scale": scale, "normalize": normalizes, "reduction": "none", "group": None, **self.options}
 
-    def _refuse_tuple(self, rule: str, got: str) -> None:
+    def _refuse_pairs(self, rule: str, got: str) -> None:
         name = type(self).__name__
         raise ValueError(
             f"{name}: indices_tuple must {rule}, got {got}. Use pytorch_metric_learning.losses.{name} with miners that "
@@ -107,6 +104,8 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
     Memory and time are those of `megabatch.info_nce_loss` with one query per pair; of `megabatch.nt_xent_loss`, half as
     much, where every label occurs twice as in SimCLR. m rows of one label make m * (m - 1) pairs, which for few labels
     in a large batch is many.
+
+    The original's losses end at 87 in float32, with no gradient there; these go on.
 
     An `indices_tuple` may have any positives; the negatives of their anchors must be all rows of other labels, once
     each. Without labels, rows that positives tie together are of one label.
@@ -131,33 +130,45 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
             values: Any = mb.nt_xent_loss(embeddings[first], embeddings[second], **self._keywords())
             values = values[torch.cat([first, second]).argsort()]
         else:
-            values = self._of_pairs(embeddings, ref_emb, ids, ref_ids, anchors, positives)
+            values = self._pair_losses(embeddings, ref_emb, ids, ref_ids, anchors, positives)
         return {"losses": values, "indices": (anchors, positives), "reduction_type": "pos_pair"}
 
-    def _of_tuple(
-        self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, a1: Tensor, p: Tensor, *rest: Tensor
+    def _of_pairs(
+        self,
+        embeddings: Tensor,
+        ref_emb: Tensor,
+        labels: Tensor | None,
+        ref_labels: Tensor | None,
+        a1: Tensor,
+        p: Tensor,
+        a2: Tensor,
+        n: Tensor,
     ) -> dict[str, Any]:
         width = len(ref_emb)
+        if labels is None or ref_labels is None:
+            ids, ref_ids = _ids_of_pairs(a1, p, len(embeddings), None if ref_emb is embeddings else width)
+        else:
+            ids, ref_ids = _ids(labels, ref_labels)
         is_anchor = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, a1, True)
-        a2, n = (x[is_anchor[rest[0]]] for x in rest)
+        a2, n = (x[is_anchor[a2]] for x in (a2, n))
         listed = a2.bincount(minlength=len(ids))
-        wanted = width - ref_ids.bincount(minlength=len(ids) + width)[ids]
+        due = width - ref_ids.bincount(minlength=len(ids) + width)[ids]
         others = bool((ids[a2] != ref_ids[n]).all()) and len(torch.unique(a2 * width + n)) == len(a2)
-        if not (others and torch.equal(listed[is_anchor], wanted[is_anchor]) and torch.equal(ids[a1], ref_ids[p])):
-            self._refuse_tuple(
-                "give the anchor of every positive pair, which are two rows of one label, all rows of other labels as "
-                "negatives, each once",
-                f"{len(a2)} negatives where {int(wanted[is_anchor].sum())} were due, or other ones",
+        if not (others and torch.equal(listed[is_anchor], due[is_anchor]) and torch.equal(ids[a1], ref_ids[p])):
+            self._refuse_pairs(
+                "give the anchors of positive pairs, each of two rows of one label, all rows of other labels as "
+                "negatives, once",
+                f"{len(a2)} negatives where {int(due[is_anchor].sum())} were due, or other ones",
             )
         pairs, place = torch.unique(a1 * width + p, return_inverse=True)
-        values = self._of_pairs(embeddings, ref_emb, ids, ref_ids, pairs // width, pairs % width)
+        values = self._pair_losses(embeddings, ref_emb, ids, ref_ids, pairs // width, pairs % width)
         return {"losses": values[place], "indices": (a1, p), "reduction_type": "pos_pair"}
 
-    def _of_pairs(
+    def _pair_losses(
         self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, anchors: Tensor, positives: Tensor
     ) -> Any:
-        queries: dict[str, Any] = {"query_ids": ids[anchors], "key_ids": ref_ids, "positives": positives}
-        return mb.info_nce_loss(embeddings[anchors], ref_emb, **queries, same_ids="mask", **self._keywords())
+        which: dict[str, Any] = {"query_ids": ids[anchors], "key_ids": ref_ids, "positives": positives}
+        return mb.info_nce_loss(embeddings[anchors], ref_emb, **which, same_ids="mask", **self._keywords())
 
 
 class SupConLoss(_Linear, losses.SupConLoss):
@@ -204,26 +215,26 @@ class SupConLoss(_Linear, losses.SupConLoss):
             values = self._but_for_one(embeddings, ref_emb, *_positive_pairs(ids, ref_ids), _range(ids))
         return {"losses": values, "indices": _range(ids), "reduction_type": "element"}
 
-    def _of_tuple(
-        self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor, a1: Tensor, p: Tensor, *rest: Tensor
+    def _of_pairs(
+        self, embeddings: Tensor, ref_emb: Tensor, _: object, __: object, a1: Tensor, p: Tensor, a2: Tensor, n: Tensor
     ) -> dict[str, Any]:
-        width = len(ref_emb)
-        has_positives = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, a1, True)
-        a2, n = (x[has_positives[rest[0]]] for x in rest)
+        indices, width = _range(embeddings), len(ref_emb)
+        has_positives = torch.zeros_like(indices, dtype=torch.bool).index_fill(0, a1, True)
+        a2, n = (x[has_positives[a2]] for x in (a2, n))
         positives, negatives = torch.unique(a1 * width + p), torch.unique(a2 * width + n)
         pairs = torch.cat([positives, negatives])
         rows = pairs // width
-        listed = rows.bincount(minlength=len(ids))
+        listed = rows.bincount(minlength=len(indices))
         fewest = int(listed[has_positives].min())
         if len(torch.unique(pairs)) < len(pairs) or fewest < width - 1:
-            self._refuse_tuple(
+            self._refuse_pairs(
                 "list all rows but for one at most, as positives or as negatives, for every anchor that has positives",
                 f"an anchor with {fewest} of {width}, or a row that is both",
             )
-        left_out = width * (width - 1) // 2 - torch.zeros_like(ids).index_add(0, rows, pairs % width)
+        left_out = width * (width - 1) // 2 - torch.zeros_like(indices).index_add(0, rows, pairs % width)
         left_out = left_out.where(listed < width, -1)
         values = self._but_for_one(embeddings, ref_emb, positives // width, positives % width, left_out)
-        return {"losses": values, "indices": _range(ids), "reduction_type": "element"}
+        return {"losses": values, "indices": indices, "reduction_type": "element"}
 
     def _but_for_one(
         self, embeddings: Tensor, ref_emb: Tensor, anchors: Tensor, positives: Tensor, left_out: Tensor
@@ -262,6 +273,7 @@ def _ids_of_pairs(anchors: Tensor, positives: Tensor, num_rows: int, num_refs: i
     while True:
         least = torch.minimum(ids[anchors], ids[positives])
         tied = ids.scatter_reduce(0, anchors, least, "amin").scatter_reduce(0, positives, least, "amin")
+        tied = tied[tied]  # rows that were tied to this one follow it
         if torch.equal(tied, ids):
             return (ids, ids) if num_refs is None else (ids[:num_rows], ids[num_rows:])
         ids = tied
