@@ -21,7 +21,7 @@ import megabatch
 from megabatch.bench import contenders, measure, processes, trial
 from megabatch.bench.cases import Case
 from megabatch.check import speed
-from megabatch.check.cases import LOSSES
+from megabatch.check.cases import LOSSES, cases
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
 from megabatch.check.world import joined
 from megabatch.cli import COMMANDS, main
@@ -113,10 +113,15 @@ def test_without_a_path_the_document_is_printed_before_the_verdict(capsys: pytes
     assert last_line(out) == f"megabatch check: {document['verdict']}"
 
 
-def test_the_full_list_of_cases_is_right_too(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", "--device", "cpu", "--skip-speed", "--dtypes", "float32", "bfloat16"]
-    assert main([*words, "--only", "clip_loss", "info_nce_loss", "supcon_loss"]) == 0
-    assert printed_document(capsys.readouterr().out)["speed"] == []
+def test_the_full_list_of_cases_is_right_too(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    words = ["check", "--device", "cpu", "--backend", "eager", "--skip-speed", "--dtypes", "float32", "bfloat16"]
+    assert main([*words, "--only", "clip_loss", "info_nce_loss", "supcon_loss", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    for loss in ("clip_loss", "info_nce_loss", "supcon_loss"):
+        checked = {found["case"] for found in document["comparisons"] if found["function"] == loss}
+        assert checked == {case.title for case in cases(loss, quick=False)}
+    assert document["speed"] == []
 
 
 # ---- a wrong library
@@ -496,6 +501,14 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator(monkeypatch: pytest.M
 
 
 # ---- kernels without a GPU
+
+
+def test_kernels_of_other_losses_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    words = ["check", "--device", "cpu", "--backend", "triton", "--dtypes", "bfloat16", "--only"]
+    assert main([*words, "info_nce_loss", "supcon_loss"]) == 0
+    ways = [(group["function"], group["way"]) for group in printed_document(capsys.readouterr().out)["exactness"]]
+    assert ways == [("info_nce_loss", "triton, one process"), ("supcon_loss", "triton, one process")]
 
 
 def test_kernels_are_checked_by_the_interpreter() -> None:

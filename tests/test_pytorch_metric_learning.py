@@ -122,10 +122,11 @@ def test_labels_of_every_dtype(name: str, dtype: torch.dtype) -> None:
     assert assert_same(name, lambda loss: loss(x, labels), x) > 0
 
 
+@pytest.mark.parametrize("layout", [[0, 1, 1, 0, 2, 1], [0, 1, 1, 0, 2, 2]])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_counts_as_a_row_itself_is_the_tensor_of_labels(name: str) -> None:
+def test_what_counts_as_a_row_itself_is_the_tensor_of_labels(name: str, layout: list[int]) -> None:
     """The originals leave (i, i) out where both labels are one tensor, whatever the embeddings are."""
-    labels = torch.tensor([0, 1, 1, 0, 2, 1])
+    labels = torch.tensor(layout)
     x, y = leaf(6), leaf(6)
     values = [
         assert_same(name, lambda loss: loss(x, labels, None, y, labels), x, y),
@@ -136,6 +137,19 @@ def test_what_counts_as_a_row_itself_is_the_tensor_of_labels(name: str) -> None:
     ]
     assert len({value.item() for value in values}) == 4
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_pair_of_each_kind_is_no_loss(name: str) -> None:
+    """To the originals, which ask for more than one of either."""
+    x, y = leaf(1), leaf(3)
+    one = (torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))
+    zero = [
+        assert_same(name, lambda loss: loss(x, torch.tensor([4]), None, y[:2], torch.tensor([4, 2])), x, y),
+        assert_same(name, lambda loss: loss(x, None, one, y[:2]), x, y),
+    ]
+    assert zero == [0, 0]
+    assert assert_same(name, lambda loss: loss(x, torch.tensor([4]), None, y, torch.tensor([4, 2, 2])), x, y) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -348,7 +362,13 @@ def test_pairs_out_of_order_and_more_than_once(name: str) -> None:
     a1, p, a2, n = all_pairs(labels)
     order, again = torch.randperm(len(a1)), torch.randperm(len(a2))
     pairs = (torch.cat([a1[order], a1[:3]]), torch.cat([p[order], p[:3]]), a2[again], n[again])
-    assert_same(name, lambda loss: loss(x, labels, pairs), x)
+
+    def weighted(loss: Any) -> Tensor:
+        """By where in the list a loss is, so that its place matters."""
+        values = loss(x, labels, pairs)["loss"]["losses"]
+        return (values * torch.arange(len(values))).sum()
+
+    assert_same(name, weighted, x, reducer=reducers.DoNothingReducer())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -359,6 +379,20 @@ def test_triplets_of_pairs(name: str) -> None:
     x = leaf(8)
     assert_same(name, lambda loss: loss(x, labels, triplets), x)
     assert_same(name, lambda loss: loss(x, None, triplets), x)
+    labels, ref_labels, y = torch.tensor([0, 1, 2, 5]), torch.tensor([2, 0, 1, 3, 3]), leaf(5)
+    triplets = loss_and_miner_utils.get_all_triplets_indices(labels, ref_labels)
+    assert_same(name, lambda loss: loss(x[:4], labels, triplets, y, ref_labels), x, y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_negatives_of_rows_without_positives_do_not_count(name: str) -> None:
+    labels = torch.tensor(LABELS["some alone"])
+    x = leaf(6)
+    a1, p, a2, n = all_pairs(labels)
+    kept = (a2 != 1) | (n == 0)  # row 1 is alone of its label
+    assert len(a2) - kept.sum() == 4
+    a2, n = torch.cat([a2[kept], torch.tensor([1])]), torch.cat([n[kept], torch.tensor([0])])
+    assert_same(name, lambda loss: loss(x, labels, (a1, p, a2, n)), x)
 
 
 def test_triplets_that_weigh_a_negative_more_than_once_are_refused() -> None:

@@ -220,7 +220,6 @@ class SupConLoss(_Linear, losses.SupConLoss):
     ) -> dict[str, Any]:
         indices, width = _range(embeddings), len(ref_emb)
         has_positives = torch.zeros_like(indices, dtype=torch.bool).index_fill(0, a1, True)
-        a2, n = (x[has_positives[a2]] for x in (a2, n))
         positives, negatives = torch.unique(a1 * width + p), torch.unique(a2 * width + n)
         pairs = torch.cat([positives, negatives])
         rows = pairs // width
