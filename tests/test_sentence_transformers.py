@@ -1,6 +1,7 @@
 """The drop-ins for sentence-transformers: the originals' values and gradients, in their trainer; and what they lack."""
 
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -416,6 +417,12 @@ def test_what_is_not_offered_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         getattr(drop_ins, name)(minilm(), **options)
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'megabatch\[sentence_transformers\]'"):
+        importlib.reload(drop_ins)
 
 
 def test_masking_needs_texts() -> None:

@@ -4,8 +4,9 @@
 + from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
 
 Subclasses of the originals that replace the computation alone: reducers, regularizers, statistics, SelfSupervisedLoss,
-CrossBatchMemory and DistributedLossWrapper go on working. That wrapper has gathered the rows of all ranks before it
-comes here, so nothing here talks to other ranks; `megabatch.supcon_loss(…, group=…)` has a ring for them.
+CrossBatchMemory (which makes a matrix of its own before it comes here) and DistributedLossWrapper go on working. That
+wrapper has gathered the rows of all ranks before it comes here, so nothing here talks to other ranks;
+`megabatch.supcon_loss(…, group=…)` has a ring for them.
 
 Refused by name: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives.
 Losses of half-precision embeddings are float32.
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 import megabatch as mb
+
+from .pairs import ids_of_labels, ids_of_pairs, num_negatives, positive_pairs, range_of
 
 try:
     from pytorch_metric_learning import distances, losses
@@ -58,7 +61,7 @@ class _Linear(losses.GenericPairLoss):
             ref_emb = ref_emb.clone()  # a memory may be written to before the backward
         if indices_tuple is None:
             assert labels is not None
-            found = self._of_labels(embeddings, ref_emb, *_ids(labels, ref_labels))
+            found = self._of_labels(embeddings, ref_emb, *ids_of_labels(labels, ref_labels))
         else:
             listed = [x.to(embeddings.device) for x in indices_tuple]
             a1, p, a2, n = listed if len(listed) == 4 else (*listed[:2], *listed[::2])
@@ -122,8 +125,8 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
         super().__init__(temperature, memory_budget, backend, **kwargs)
 
     def _of_labels(self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor) -> dict[str, Any] | None:
-        anchors, positives = _positive_pairs(ids, ref_ids)
-        if _counts_for_nothing(len(anchors), _num_negatives(ids, ref_ids, len(anchors))):
+        anchors, positives = positive_pairs(ids, ref_ids)
+        if _counts_for_nothing(len(anchors), num_negatives(ids, ref_ids, len(anchors))):
             return None
         if ref_emb is embeddings and ref_ids is ids and bool((ids.bincount() == 2).all()):
             first, second = (x[anchors < positives] for x in (anchors, positives))
@@ -146,9 +149,9 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
     ) -> dict[str, Any]:
         width = len(ref_emb)
         if labels is None or ref_labels is None:
-            ids, ref_ids = _ids_of_pairs(a1, p, len(embeddings), None if ref_emb is embeddings else width)
+            ids, ref_ids = ids_of_pairs(a1, p, len(embeddings), None if ref_emb is embeddings else width)
         else:
-            ids, ref_ids = _ids(labels, ref_labels)
+            ids, ref_ids = ids_of_labels(labels, ref_labels)
         is_anchor = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, a1, True)
         a2, n = (x[is_anchor[a2]] for x in (a2, n))
         listed = a2.bincount(minlength=len(ids))
@@ -194,11 +197,11 @@ class SupConLoss(_Linear, losses.SupConLoss):
     def _of_labels(self, embeddings: Tensor, ref_emb: Tensor, ids: Tensor, ref_ids: Tensor) -> dict[str, Any] | None:
         num_positives = ref_ids.bincount(minlength=len(ids) + len(ref_ids))[ids] - int(ref_ids is ids)
         total = int(num_positives.sum())
-        if _counts_for_nothing(total, _num_negatives(ids, ref_ids, total)):
+        if _counts_for_nothing(total, num_negatives(ids, ref_ids, total)):
             return None
         if ref_ids is not ids:
             # A query must have a positive: the last of its label, or, where there is none, any, which then weighs 0.
-            last = ids.new_zeros(len(ids) + len(ref_ids)).scatter_reduce(0, ref_ids, _range(ref_ids), "amax")[ids]
+            last = ids.new_zeros(len(ids) + len(ref_ids)).scatter_reduce(0, ref_ids, range_of(ref_ids), "amax")[ids]
             values: Any = mb.info_nce_loss(
                 embeddings,
                 ref_emb,
@@ -212,13 +215,13 @@ class SupConLoss(_Linear, losses.SupConLoss):
         elif ref_emb is embeddings:
             values = mb.supcon_loss(embeddings, ids, **self._keywords())
         else:
-            values = self._but_for_one(embeddings, ref_emb, *_positive_pairs(ids, ref_ids), _range(ids))
-        return {"losses": values, "indices": _range(ids), "reduction_type": "element"}
+            values = self._but_for_one(embeddings, ref_emb, *positive_pairs(ids, ref_ids), range_of(ids))
+        return {"losses": values, "indices": range_of(ids), "reduction_type": "element"}
 
     def _of_pairs(
         self, embeddings: Tensor, ref_emb: Tensor, _: object, __: object, a1: Tensor, p: Tensor, a2: Tensor, n: Tensor
     ) -> dict[str, Any]:
-        indices, width = _range(embeddings), len(ref_emb)
+        indices, width = range_of(embeddings), len(ref_emb)
         has_positives = torch.zeros_like(indices, dtype=torch.bool).index_fill(0, a1, True)
         positives, negatives = torch.unique(a1 * width + p), torch.unique(a2 * width + n)
         pairs = torch.cat([positives, negatives])
@@ -243,7 +246,7 @@ class SupConLoss(_Linear, losses.SupConLoss):
         rows, counts = torch.unique(anchors, return_counts=True)
         starts = counts.cumsum(0) - counts
         first = positives[starts]
-        keys: dict[str, Any] = {"query_ids": left_out[rows], "key_ids": _range(ref_emb), "positives": first}
+        keys: dict[str, Any] = {"query_ids": left_out[rows], "key_ids": range_of(ref_emb), "positives": first}
         values = mb.info_nce_loss(embeddings[rows], ref_emb, **keys, same_ids="mask", **keywords)
         assert isinstance(values, Tensor)
         # As if the first positive were the only one; the mean of all is what counts.
@@ -255,50 +258,6 @@ class SupConLoss(_Linear, losses.SupConLoss):
         return values.new_zeros(len(embeddings)).index_copy(0, rows, values)
 
 
-def _ids(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Labels of any dtype as numbers from 0. They are one tensor twice where a row is no positive of itself."""
-    if ref_labels is None or ref_labels is labels:
-        ids = torch.unique(labels, return_inverse=True)[1]
-        return ids, ids
-    ids = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)[1]
-    return ids[: len(labels)], ids[len(labels) :]
-
-
-def _ids_of_pairs(anchors: Tensor, positives: Tensor, num_rows: int, num_refs: int | None) -> tuple[Tensor, Tensor]:
-    """One id for all rows that pairs tie together; `num_refs` is None where positives are rows of the same tensor."""
-    if num_refs is not None:
-        positives = positives + num_rows
-    ids = torch.arange(num_rows + (num_refs or 0), device=anchors.device)
-    while True:
-        least = torch.minimum(ids[anchors], ids[positives])
-        tied = ids.scatter_reduce(0, anchors, least, "amin").scatter_reduce(0, positives, least, "amin")
-        tied = tied[tied]  # rows that were tied to this one follow it
-        if torch.equal(tied, ids):
-            return (ids, ids) if num_refs is None else (ids[:num_rows], ids[num_rows:])
-        ids = tied
-
-
-def _positive_pairs(ids: Tensor, ref_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of one id, those of each anchor in order; without the anchor itself where the ids are one tensor."""
-    of_id = ref_ids.bincount(minlength=len(ids) + len(ref_ids))
-    count = of_id[ids]
-    anchors = _range(ids).repeat_interleave(count)
-    shift = (of_id.cumsum(0) - of_id)[ids] - (count.cumsum(0) - count)
-    positives = ref_ids.argsort(stable=True)[_range(anchors) + shift[anchors]]
-    if ref_ids is not ids:
-        return anchors, positives
-    others = anchors != positives
-    return anchors[others], positives[others]
-
-
-def _num_negatives(ids: Tensor, ref_ids: Tensor, num_positives: int) -> int:
-    return len(ids) * len(ref_ids) - num_positives - (len(ids) if ref_ids is ids else 0)
-
-
 def _counts_for_nothing(num_positives: int, num_negatives: int) -> bool:
     """Where the originals say that there is no loss: one pair of each is not enough for them."""
     return min(num_positives, num_negatives) == 0 or max(num_positives, num_negatives) == 1
-
-
-def _range(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .pairs import tie
+
 NOWHERE_ELSE = -1  # the id of a text that no pair of the batch has
 
 
@@ -31,15 +33,7 @@ def ids_of_rows(anchors: Tensor, positives: Tensor, negatives: list[Tensor], gat
     everyones_anchors, everyones_positives = (gather_rows(x) if gather else x for x in (anchors, positives))
     texts = torch.unique(torch.cat([everyones_anchors, everyones_positives]), sorted=True)
     left, right = torch.searchsorted(texts, everyones_anchors), torch.searchsorted(texts, everyones_positives)
-    group = torch.arange(len(texts), device=texts.device)
-    while True:
-        # A text joins the least group among those that a row ties it to; groups that joined another follow it there.
-        least = torch.minimum(group[left], group[right])
-        joined = group.scatter_reduce(0, left, least, "amin").scatter_reduce(0, right, least, "amin")
-        joined = joined[joined]
-        if torch.equal(joined, group):
-            break
-        group = joined
+    group = tie(left, right, len(texts))
     rows = group[torch.searchsorted(texts, anchors)]
     others = torch.cat([*negatives, anchors[:0]])
     place = torch.searchsorted(texts, others).clamp_(max=len(texts) - 1)
