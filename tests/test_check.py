@@ -26,6 +26,7 @@ from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
 from megabatch.check.world import joined
 from megabatch.cli import COMMANDS, main
 
+from .interpreter import spare_repeated_patches
 from .ranks import Pool
 from .test_structure import HEAVY, loaded_by
 
@@ -505,6 +506,7 @@ def test_a_gpu_is_measured_by_its_events_and_its_allocator(monkeypatch: pytest.M
 
 def test_kernels_of_other_losses_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
+    spare_repeated_patches()
     words = ["check", "--device", "cpu", "--backend", "triton", "--dtypes", "bfloat16", "--only"]
     assert main([*words, "info_nce_loss", "supcon_loss"]) == 0
     ways = [(group["function"], group["way"]) for group in printed_document(capsys.readouterr().out)["exactness"]]

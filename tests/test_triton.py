@@ -25,6 +25,7 @@ from megabatch.tiling import job
 
 from . import test_numbers, test_ranks
 from . import test_retrieval as test_retrieval_
+from .interpreter import spare_repeated_patches
 from .ranks import Pool
 from .test_losses import LOSSES, gradients, make_inputs
 from .test_numbers import GAPS, assert_no_worse_than_dense, fitted
@@ -32,6 +33,7 @@ from .test_numbers import GAPS, assert_no_worse_than_dense, fitted
 pytest.importorskip("triton")
 if not triton_backend._interprets():
     pytest.skip("for Triton's interpreter: TRITON_INTERPRET=1", allow_module_level=True)
+spare_repeated_patches()  # here, for the ranks that run functions of this file too
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
