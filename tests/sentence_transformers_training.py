@@ -166,14 +166,52 @@ def duplicates_over_ranks(uneven: bool) -> float:
     return worst_of_all_ranks((losses[0] - losses[1]).abs())
 
 
-def negatives_on_one_rank_only() -> float:
-    rank = torch.distributed.get_rank()
+def negatives_on_one_rank_only(name: str) -> float:
+    rank, options = torch.distributed.get_rank(), DIRECTIONS[name]
     query, doc, extra = embeddings(8, 1)
     here = of_each_rank(True)[rank]
-    loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True)
+    loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True, **options)
     got = loss.compute_loss_from_embeddings([query[here], doc[here], *([extra[:3]] if rank else [])])
-    wanted = originals.MultipleNegativesRankingLoss(None).compute_loss_from_embeddings([query, doc, extra[:3]], None)
+    dense = originals.MultipleNegativesRankingLoss(None, **options)
+    wanted = dense.compute_loss_from_embeddings([query, doc, extra[:3]], None)
     return worst_of_all_ranks((got - wanted).abs())
+
+
+def refusals() -> dict[str, list[str]]:
+    """What every rank says where one brings something bad, by what they say."""
+    rank = torch.distributed.get_rank()
+    query, doc, extra = embeddings(8, 1)
+
+    def ragged() -> None:
+        loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True, **DIRECTIONS["all"])
+        loss.compute_loss_from_embeddings([query, doc, extra[:3] if rank else extra])
+
+    def without_tokens() -> None:
+        loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True, mask_duplicates=True)
+        columns = [{"pixel_values": query}] * 2 if rank else [tokens(texts) for texts in TEXTS]
+        with loss.knowing_the_texts_of(columns):
+            loss.compute_loss_from_embeddings([query, doc])
+
+    def in_another_way() -> None:
+        mode = "per_direction" if rank else "joint"
+        loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True, partition_mode=mode)
+        loss.compute_loss_from_embeddings([query, doc])
+
+    said: dict[str, list[str]] = {}
+    for what, call in (
+        ("negatives must have one row per anchor", ragged),
+        ("must have padded tokens to compare", without_tokens),
+        ("partition_mode must be the same on every rank", in_another_way),
+    ):
+        try:
+            call()
+            mine = "nothing"
+        except ValueError as error:
+            mine = str(error)
+        everyones: list[Any] = [None, None]
+        torch.distributed.all_gather_object(everyones, mine)
+        said[what] = everyones
+    return said
 
 
 def worst_of_all_ranks(number: Tensor) -> float:
@@ -192,7 +230,12 @@ if __name__ == "__main__":
         for uneven in (False, True)
     }
     told["duplicates"] = [duplicates_over_ranks(uneven) for uneven in (False, True)]
-    told["negatives on one rank"] = negatives_on_one_rank_only()
+    told["negatives on one rank"] = {
+        name: negatives_on_one_rank_only(name)
+        for name in DIRECTIONS
+        if "doc_to_doc" not in DIRECTIONS[name]["directions"]
+    }
+    told["refusals"] = refusals()
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(told))
     torch.distributed.destroy_process_group()

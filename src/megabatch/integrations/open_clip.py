@@ -29,16 +29,23 @@ class _Ranked(nn.Module):
     """A loss that is told by numbers which ranks there are, as open_clip tells it."""
 
     options: dict[str, Any]
+    _found = False  # the group in the options, by itself
 
     def _take(self, rank: int, world_size: int, **needless: object) -> None:
         """The arguments that mean something here, and those that do not."""
-        if given := [name for name, value in needless.items() if value]:
-            _log.info(
-                "%s: nothing depends on %s here: the gradient is always the exact one, the value that of all ranks.",
-                type(self).__name__,
-                ", ".join(given),
+        name, exact = type(self).__name__, "the gradient is always the exact one, the value that of all ranks."
+        if world_size > 1 and needless.get("gather_with_grad") is False:
+            _log.warning(
+                "%s: %s open_clip's without gather_with_grad is smaller in the encoders, %d times with its defaults: "
+                "learning rates and gradient clipping that were found with it meet larger gradients here.",
+                name,
+                exact,
+                world_size,
             )
+        elif given := [argument for argument, value in needless.items() if value]:
+            _log.info("%s: nothing depends on %s here: %s", name, ", ".join(given), exact)
         self.rank, self.world_size = rank, world_size
+        vars(self).update(needless)
         if dist.is_initialized():
             self._find_ranks()
         self.register_forward_pre_hook(_find_ranks_of)  # there may be others by then
@@ -64,7 +71,12 @@ class _Ranked(nn.Module):
                 "rank=torch.distributed.get_rank()."
             )
         if size > 1:
-            self.options["group"] = dist.group.WORLD
+            self.options["group"], self._found = dist.group.WORLD, True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group of all ranks, which cannot be copied and is found again."""
+        options = {name: value for name, value in self.options.items() if name != "group" or not self._found}
+        return {**vars(self), "options": options, "_found": False}
 
     def get_logits(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as get_ground_truth is: there is no matrix of logits."""
@@ -108,6 +120,7 @@ class ClipLoss(mb.ClipLoss, _Ranked):
                 f"{type(self).__name__}: use_horovod must be False, because ranks meet through torch.distributed, got "
                 f"{use_horovod}. Start them with torchrun."
             )
+        self.use_horovod = use_horovod
         self._take(
             rank, world_size, local_loss=local_loss, gather_with_grad=gather_with_grad, cache_labels=cache_labels
         )
@@ -184,7 +197,18 @@ class CoCaLoss(ClipLoss):
 
 def create_loss(args: Any) -> ClipLoss | SigLipLoss:
     """`open_clip.create_loss`: the loss that the parsed arguments of open_clip_train ask for."""
-    if args.distill:
+    _check_arguments(args.distill, args)
+    ranks = {"rank": args.rank, "world_size": args.world_size}
+    if "coca" not in args.model.lower() and args.siglip:
+        return SigLipLoss(dist_impl=args.loss_dist_impl, **ranks)
+    ways = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
+    if "coca" in args.model.lower():
+        return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **ways)
+    return ClipLoss(**ways)
+
+
+def _check_arguments(distill: object, args: Any) -> None:
+    if distill:
         raise ValueError(
             "create_loss: --distill-model must be left out, because distillation needs the whole matrix of logits, "
             "which is never formed here. Run open_clip_train.main for it."
@@ -194,13 +218,6 @@ def create_loss(args: Any) -> ClipLoss | SigLipLoss:
             "create_loss: --horovod must be left out, because ranks meet through torch.distributed. Start them with "
             "torchrun."
         )
-    ranks = {"rank": args.rank, "world_size": args.world_size}
-    if "coca" not in args.model.lower() and args.siglip:
-        return SigLipLoss(dist_impl=args.loss_dist_impl, **ranks)
-    ways = {"local_loss": args.local_loss, "gather_with_grad": args.gather_with_grad, **ranks}
-    if "coca" in args.model.lower():
-        return CoCaLoss(args.coca_caption_loss_weight, args.coca_contrastive_loss_weight, **ways)
-    return ClipLoss(**ways)
 
 
 def install() -> ExitStack:
@@ -238,6 +255,8 @@ def _imported(name: str) -> Any:
 def main() -> None:
     """The program open_clip_train.main, with the command line's arguments and these losses."""
     program = _imported("open_clip_train.main")
+    args = _imported("open_clip_train.params").parse_args(sys.argv[1:])
+    _check_arguments(args.distill_model, args)  # before anything is downloaded or built
     with install():
         program.main(sys.argv[1:])
 

@@ -20,16 +20,16 @@ from torch.nn.functional import embedding_bag, normalize
 
 import megabatch as mb
 
+from .common import as_tensor, not_importable
 from .pairs import ids_of_labels, ids_of_pairs, num_negatives, positive_pairs, range_of
 
 try:
     from pytorch_metric_learning import distances, losses
     from pytorch_metric_learning.utils.common_functions import labels_or_indices_tuple_required
 except ImportError as error:
-    raise ImportError(
-        "megabatch.integrations.pytorch_metric_learning needs pytorch-metric-learning 2.9 or newer. "
-        "Install it with: pip install 'megabatch[pytorch_metric_learning]'"
-    ) from error
+    name = "megabatch.integrations.pytorch_metric_learning"
+    package = "pytorch-metric-learning 2.9 or newer"
+    raise not_importable(name, package, "pytorch_metric_learning", error) from error
 
 __all__ = ["NTXentLoss", "SupConLoss"]
 
@@ -88,11 +88,11 @@ class _Linear(losses.GenericPairLoss):
         normalizes = bool(self.distance.normalize_embeddings)
         return {"logit_scale": scale, "normalize": normalizes, "reduction": "none", "group": None, **self.options}
 
-    def _refuse_pairs(self, rule: str, got: str) -> None:
+    def _refuse_pairs(self, what: str, got: str) -> None:
         name = type(self).__name__
         raise ValueError(
-            f"{name}: indices_tuple must {rule}, got {got}. Use pytorch_metric_learning.losses.{name} with miners that "
-            "choose negatives."
+            f"{name}: indices_tuple must leave all {what} in, each once, because this loss takes all of them, got "
+            f"{got}. Use pytorch_metric_learning.losses.{name} with miners that choose negatives."
         )
 
 
@@ -158,11 +158,7 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
         due = width - ref_ids.bincount(minlength=len(ids) + width)[ids]
         others = bool((ids[a2] != ref_ids[n]).all()) and len(torch.unique(a2 * width + n)) == len(a2)
         if not (others and torch.equal(listed[is_anchor], due[is_anchor]) and torch.equal(ids[a1], ref_ids[p])):
-            self._refuse_pairs(
-                "give the anchors of positive pairs, each of two rows of one label, all rows of other labels as "
-                "negatives, once",
-                f"{len(a2)} negatives where {int(due[is_anchor].sum())} were due, or other ones",
-            )
+            self._refuse_pairs("negatives", f"{len(a2)} for anchors that have {int(due[is_anchor].sum())}")
         pairs, place = torch.unique(a1 * width + p, return_inverse=True)
         values = self._pair_losses(embeddings, ref_emb, ids, ref_ids, pairs // width, pairs % width)
         return {"losses": values[place], "indices": (a1, p), "reduction_type": "pos_pair"}
@@ -229,10 +225,7 @@ class SupConLoss(_Linear, losses.SupConLoss):
         listed = rows.bincount(minlength=len(indices))
         fewest = int(listed[has_positives].min())
         if len(torch.unique(pairs)) < len(pairs) or fewest < width - 1:
-            self._refuse_pairs(
-                "list all rows but for one at most, as positives or as negatives, for every anchor that has positives",
-                f"an anchor with {fewest} of {width}, or a row that is both",
-            )
+            self._refuse_pairs("pairs", f"an anchor with {fewest} of {width} rows")
         left_out = width * (width - 1) // 2 - torch.zeros_like(indices).index_add(0, rows, pairs % width)
         left_out = left_out.where(listed < width, -1)
         values = self._but_for_one(embeddings, ref_emb, positives // width, positives % width, left_out)
@@ -247,8 +240,7 @@ class SupConLoss(_Linear, losses.SupConLoss):
         starts = counts.cumsum(0) - counts
         first = positives[starts]
         keys: dict[str, Any] = {"query_ids": left_out[rows], "key_ids": range_of(ref_emb), "positives": first}
-        values = mb.info_nce_loss(embeddings[rows], ref_emb, **keys, same_ids="mask", **keywords)
-        assert isinstance(values, Tensor)
+        values = as_tensor(mb.info_nce_loss(embeddings[rows], ref_emb, **keys, same_ids="mask", **keywords))
         # As if the first positive were the only one; the mean of all is what counts.
         query, key = (x if x.dtype == torch.float64 else x.float() for x in (embeddings, ref_emb))
         if keywords["normalize"]:

@@ -1,5 +1,7 @@
 """Which rows of a batch of texts speak of the same thing: the ids by which losses mask duplicates."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,8 +26,8 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def ids_of_rows(anchors: Tensor, positives: Tensor, negatives: list[Tensor], gather: bool) -> tuple[Tensor, Tensor]:
-    """Ids of the rows and of the negatives, all columns of them after one another, from the hashes of their texts.
+def ids_of_rows(anchors: Tensor, positives: Tensor, negatives: Tensor, gather: bool) -> tuple[Tensor, Tensor]:
+    """Ids of rows and of negatives, from the hashes of their texts.
 
     Two rows have one id where they share a text, as anchor or positive, directly or through other rows. A negative has
     the id of the rows that have its text as their anchor or positive; or none of theirs.
@@ -34,10 +36,20 @@ def ids_of_rows(anchors: Tensor, positives: Tensor, negatives: list[Tensor], gat
     texts = torch.unique(torch.cat([everyones_anchors, everyones_positives]), sorted=True)
     left, right = torch.searchsorted(texts, everyones_anchors), torch.searchsorted(texts, everyones_positives)
     group = tie(left, right, len(texts))
+    _warn_of_a_large_group(group[left])
     rows = group[torch.searchsorted(texts, anchors)]
-    others = torch.cat([*negatives, anchors[:0]])
-    place = torch.searchsorted(texts, others).clamp_(max=len(texts) - 1)
-    return rows, torch.where(texts[place] == others, group[place], NOWHERE_ELSE)
+    place = torch.searchsorted(texts, negatives).clamp_(max=len(texts) - 1)
+    return rows, torch.where(texts[place] == negatives, group[place], NOWHERE_ELSE)
+
+
+def _warn_of_a_large_group(ids: Tensor) -> None:
+    largest, count = int(ids.bincount().max()), len(ids)
+    if largest > max(16, count // 10):
+        warnings.warn(
+            f"mask_duplicates=True: {largest} of {count} rows are tied together by texts that they share with others, "
+            "and have no negatives among each other. Pass mask_duplicates='positive' or 'anchor' to mask less.",
+            stacklevel=2,
+        )
 
 
 def gather_rows(rows: Tensor) -> Tensor:

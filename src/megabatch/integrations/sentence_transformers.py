@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import megabatch as mb
 
+from ..distributed.collectives import Ranks
+from .common import all_ranks, as_tensor, check_options, not_importable, scale_of
 from .same_texts import NOWHERE_ELSE, hash_tokens, ids_of_rows
 
 try:
@@ -22,10 +25,9 @@ try:
     from sentence_transformers.sentence_transformer import losses as originals
     from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 except ImportError as error:
-    raise ImportError(
-        "megabatch.integrations.sentence_transformers needs sentence-transformers 6 or newer. "
-        "Install it with: pip install 'megabatch[sentence_transformers]'"
-    ) from error
+    name = "megabatch.integrations.sentence_transformers"
+    package = "sentence-transformers 6 or newer"
+    raise not_importable(name, package, "sentence_transformers", error) from error
 
 # Options of megabatch's losses that say how a loss is computed, not what it is.
 WAYS = ("memory_budget", "backend", "tile", "exchange", "overlap")
@@ -59,10 +61,11 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         directions: As the original's: "query_to_doc" and any of "query_to_query", "doc_to_query", "doc_to_doc".
         partition_mode: As the original's: "joint" or "per_direction".
         hardness_mode: None. Others are refused.
-        hardness_strength: 0.
-        mask_duplicates: True: negatives of a row are only texts that are new to it: not its anchor or its positive, nor
-            those of rows that share a text with it, directly or through others, on all ranks if gathered. Texts are the
-            same if their tokens are.
+        hardness_strength: Without a mode it has no meaning, as in the original.
+        mask_duplicates: Which texts are no negatives of a row, on all ranks if gathered. "positive": those that are its
+            positive; "anchor": the positives of rows with its anchor; True: both, and all texts that rows share with
+            it, directly or through others, which in a batch of many duplicates may be too many: a warning says so.
+            Texts are the same if their tokens are.
         options: Of `megabatch.info_nce_loss`: memory_budget, backend, tile, exchange, overlap.
     """
 
@@ -77,28 +80,43 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        mask_duplicates: bool = False,
+        mask_duplicates: bool | str = False,
         **options: Any,
     ) -> None:
-        name = type(self).__name__
-        if hardness_mode is not None or hardness_strength:
-            raise ValueError(
-                f"{name}: hardness_mode must be None and hardness_strength 0, got {hardness_mode!r} and "
-                f"{hardness_strength}. Use sentence-transformers' own loss for hardness weighting."
-            )
-        if "doc_to_doc" in directions and "doc_to_query" not in directions:
-            raise ValueError(
-                f"{name}: directions must have 'doc_to_query' where they have 'doc_to_doc', got {directions}. "
-                "Use sentence-transformers' own loss for this combination."
-            )
-        for option in options:
-            if option not in WAYS:
-                raise TypeError(f"{name}: {option} must be an option: {', '.join(WAYS)}.")
-        super().__init__(model, scale, similarity_fct, gather_across_devices, directions, partition_mode)
-        self._is_cosine()
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions,
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+        )
+        check_options(type(self).__name__, options, WAYS)
         self.mask_duplicates = mask_duplicates
         self.options = options
-        self._hashes: list[Tensor] | None = None
+        self._hashes: list[Tensor] | ValueError | None = None
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Of what the original offers, what we do not; settings may change after construction."""
+        name = type(self).__name__
+        if self.hardness_mode is not None:
+            raise ValueError(
+                f"{name}: hardness_mode must be None, got {self.hardness_mode!r}. Use sentence-transformers' own loss "
+                "for hardness weighting."
+            )
+        if "doc_to_doc" in self.directions and "doc_to_query" not in self.directions:
+            raise ValueError(
+                f"{name}: directions must have 'doc_to_query' where they have 'doc_to_doc', got {self.directions}. "
+                "Use sentence-transformers' own loss for this combination."
+            )
+        if self.mask_duplicates not in (False, True, "anchor", "positive"):
+            raise ValueError(
+                f"{name}: mask_duplicates must be False, True, 'anchor' or 'positive', got {self.mask_duplicates!r}."
+            )
+        self._is_cosine()
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The loss of columns (anchor, positive, negatives...); `labels` are not used."""
@@ -109,7 +127,10 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
     @contextmanager
     def knowing_the_texts_of(self, columns: list[dict[str, Tensor]]) -> Iterator[None]:
         """While losses are computed from the embeddings of these columns."""
-        self._hashes = [self._hash(column) for column in columns] if self.mask_duplicates else None
+        try:
+            self._hashes = [self._hash(column) for column in columns] if self.mask_duplicates else None
+        except ValueError as error:  # to be raised where all ranks meet
+            self._hashes = error
         try:
             yield
         finally:
@@ -129,17 +150,10 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
 
         Every negative is one for every anchor. `labels` are not used.
         """
-        if len(embeddings) < 2:
-            raise ValueError(
-                f"{type(self).__name__}: embeddings must be those of anchors and positives at least, got "
-                f"{len(embeddings)}."
-            )
-        query, positive, *hard = embeddings
-        group = dist.group.WORLD if self.gather_across_devices and _on_several_ranks() else None
-        if "doc_to_doc" in self.directions:
-            self._check_owners(query, hard)
+        group = all_ranks() if self.gather_across_devices else None
+        query, positive, *hard = self._agree(embeddings, group)
         sides = _Sides(query, positive, hard, *self._ids(query, hard, group))
-        options = {**self.options, "logit_scale": self.scale, "normalize": self._is_cosine(), "group": group}
+        options = {**self.options, "logit_scale": scale_of(self.scale), "normalize": self._is_cosine(), "group": group}
         queries_among_themselves = "query_to_query" in self.directions
         docs_among_themselves = "doc_to_doc" in self.directions
         if "doc_to_query" not in self.directions:
@@ -152,36 +166,69 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         from_docs = sides.from_docs(docs_among_themselves, **options)
         return _mean_of_all_rows(torch.logaddexp(from_queries, from_docs), group)
 
+    def _agree(self, embeddings: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+        """The embeddings, with hard negatives if any rank has some; or what is wrong on any rank, raised on all."""
+        error = None
+        try:
+            self._check_settings()
+            self._check_columns(embeddings)
+        except ValueError as refusal:
+            error = refusal
+        settings = {
+            "directions": list(self.directions),
+            "partition_mode": self.partition_mode,
+            "mask_duplicates": self.mask_duplicates,
+        }
+        own = {"hard negatives": len(embeddings) > 2}
+        ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
+        if any(rank["hard negatives"] for rank in ranks.agree(settings, own, error)) and len(embeddings) == 2:
+            return [*embeddings, embeddings[0][:0]]
+        return embeddings
+
+    def _check_columns(self, embeddings: list[Tensor]) -> None:
+        name = type(self).__name__
+        if len(embeddings) < 2:
+            raise ValueError(
+                f"{name}: embeddings must be those of anchors and positives at least, got {len(embeddings)}. Give the "
+                "dataset two columns of texts or more."
+            )
+        query, _, *hard = embeddings
+        if "doc_to_doc" in self.directions and any(len(column) != len(query) for column in hard):
+            # Documents are not compared with those of their own query, so it must be known whose they are.
+            raise ValueError(
+                f"{name}: negatives must have one row per anchor with 'doc_to_doc', because row i of each belongs with "
+                f"anchor i, got {[len(rows) for rows in hard]} for {len(query)}. Drop 'doc_to_doc'."
+            )
+        if "doc_to_doc" in self.directions and hard and self.mask_duplicates:
+            raise ValueError(
+                f"{name}: mask_duplicates must be False with 'doc_to_doc' and hard negatives, which are masked by "
+                f"their anchor there, got {self.mask_duplicates!r}. Drop one of the three."
+            )
+        if self.mask_duplicates and self._hashes is None:
+            raise ValueError(
+                f"{name}: mask_duplicates must have texts to compare, got embeddings alone. Call the loss with "
+                "sentence features, or set mask_duplicates=False."
+            )
+        if isinstance(self._hashes, ValueError):
+            raise self._hashes
+
     def _ids(
         self, query: Tensor, hard: list[Tensor], group: dist.ProcessGroup | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What tells rows and negatives that are the same thing; None where no two are taken for it."""
-        if self.mask_duplicates:
-            if self._hashes is None:
-                raise ValueError(
-                    f"{type(self).__name__}: mask_duplicates must have texts to compare, got embeddings alone. Call "
-                    "the loss with sentence features, or set mask_duplicates=False."
-                )
+        if isinstance(self._hashes, list):
             anchors, positives, *negatives = self._hashes
-            return ids_of_rows(anchors, positives, negatives, gather=group is not None)
+            extra = torch.cat([*negatives, anchors[:0]])
+            if self.mask_duplicates == "positive":
+                return positives, extra
+            if self.mask_duplicates == "anchor":
+                return anchors, torch.full_like(extra, NOWHERE_ELSE)
+            return ids_of_rows(anchors, positives, extra, gather=group is not None)
         if {"query_to_query", "doc_to_doc"} & set(self.directions):
             first = dist.get_rank() << 40 if group is not None else 0
             ids = torch.arange(first, first + len(query), device=query.device)
             return ids, ids.new_full((sum(map(len, hard)),), NOWHERE_ELSE)
         return None, None
-
-    def _check_owners(self, query: Tensor, hard: list[Tensor]) -> None:
-        """Documents are not compared with those of their own query, so it must be known whose they are."""
-        if any(len(column) != len(query) for column in hard):
-            raise ValueError(
-                f"{type(self).__name__}: negatives must have one row per anchor with 'doc_to_doc', because row i of "
-                f"each belongs with anchor i, got {[len(rows) for rows in hard]} for {len(query)}. Drop 'doc_to_doc'."
-            )
-        if hard and self.mask_duplicates:
-            raise ValueError(
-                f"{type(self).__name__}: mask_duplicates must be False with 'doc_to_doc' and hard negatives, which are "
-                "masked by their anchor there. Drop one of the three."
-            )
 
     def get_config_dict(self) -> dict[str, Any]:
         return {**super().get_config_dict(), "mask_duplicates": self.mask_duplicates, **self.options}
@@ -227,9 +274,14 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
-        mask_duplicates: bool = False,
+        mask_duplicates: bool | str = False,
         **options: Any,
     ) -> None:
+        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
+            raise ValueError(
+                f"{type(self).__name__}: mini_batch_size must be a whole number, 1 or more, got {mini_batch_size!r}. "
+                "It is how many texts the encoder takes at a time."
+            )
         super().__init__(
             model,
             mini_batch_size=mini_batch_size,
@@ -289,14 +341,13 @@ class NegativeListsCollator(SentenceTransformerDataCollator):
     preprocess_fn: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        preprocess = self.preprocess_fn
+        self.preprocess_fn = partial(_flatten_and_preprocess, self.preprocess_fn)
 
-        def flatten_and_preprocess(values: list[Any], **options: Any) -> dict[str, Any]:
-            lists = bool(values) and isinstance(values[0], list | tuple)
-            texts = [text for value in values for text in value] if lists else values
-            return dict(preprocess(texts, **options)) if texts else {}
 
-        self.preprocess_fn = flatten_and_preprocess
+def _flatten_and_preprocess(preprocess: Callable[..., Any], values: list[Any], **options: Any) -> dict[str, Any]:
+    if any(isinstance(value, list | tuple) for value in values):
+        values = [text for value in values for text in value or ()]  # None is none, too
+    return dict(preprocess(values, **options)) if values else {}
 
 
 @dataclass(frozen=True)
@@ -311,7 +362,7 @@ class _Sides:
 
     def from_queries(self, among_themselves: bool, **options: Any) -> Tensor:
         """Each query's document among all documents and hard negatives and, if asked for, the other queries."""
-        negatives, ids = self.hard, [self.hard_ids]
+        negatives, ids = self.hard, [self.hard_ids] if self.hard else []
         if among_themselves:
             negatives, ids = [*self.hard, self.query], [self.hard_ids, self.ids]
         return self._info_nce(self.query, self.doc, negatives, ids, **options)
@@ -326,26 +377,17 @@ class _Sides:
     def both_ways(self, **options: Any) -> Tensor:
         """The mean of the two directions."""
         if not self.hard:
-            return mb.clip_loss(self.query, self.doc, ids=self.ids, **options)  # type: ignore[return-value]
+            return as_tensor(mb.clip_loss(self.query, self.doc, ids=self.ids, **options))
         return (self.from_queries(False, **options) + self.from_docs(False, **options)) / 2
 
     def _info_nce(
         self, query: Tensor, key: Tensor, negatives: list[Tensor], negative_ids: list[Tensor | None], **options: Any
     ) -> Tensor:
         given = [each for each in negative_ids if each is not None]
-        return mb.info_nce_loss(  # type: ignore[return-value]
-            query,
-            key,
-            negatives=torch.cat(negatives) if negatives else None,
-            query_ids=self.ids,
-            key_ids=self.ids,
-            negative_ids=torch.cat(given) if negatives and given else None,
-            **options,
-        )
-
-
-def _on_several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        which: dict[str, Any] = {"query_ids": self.ids, "key_ids": self.ids}
+        if negatives:
+            which |= {"negatives": torch.cat(negatives), "negative_ids": torch.cat(given) if given else None}
+        return as_tensor(mb.info_nce_loss(query, key, **which, **options))
 
 
 def _mean_of_all_rows(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
