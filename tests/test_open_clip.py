@@ -1,5 +1,6 @@
 """The losses of open_clip as drop-ins: their values, open_clip's own training step and program with them, refusals."""
 
+import copy
 import importlib
 import inspect
 import json
@@ -164,11 +165,11 @@ def make_model(kind: str) -> nn.Module:
 class Batches(list[tuple[Tensor, Tensor]]):
     """In place of open_clip_train's data: pairs of this rank alone, the same for both losses."""
 
-    def __init__(self, count: int, rank: int) -> None:
+    def __init__(self, count: int, rank: int, rows: int = ROWS) -> None:
         generator = torch.Generator().manual_seed(1 + rank)
-        texts = [torch.randint(1, 20, (ROWS, 7), generator=generator) for _ in range(count)]
-        super().__init__((torch.randn(ROWS, 3, 8, 8, generator=generator), text) for text in texts)
-        self.num_batches, self.num_samples, self.dataloader = count, count * ROWS, self
+        texts = [torch.randint(1, 20, (rows, 7), generator=generator) for _ in range(count)]
+        super().__init__((torch.randn(rows, 3, 8, 8, generator=generator), text) for text in texts)
+        self.num_batches, self.num_samples, self.dataloader = count, count * rows, self
 
     def set_epoch(self, epoch: int) -> None:
         pass
@@ -286,6 +287,7 @@ def on_two_ranks(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=2)
     mine = [x.detach()[rank::2] for x in given[:2]]  # 17 rows and 16
     together = [late(*mine, *given[2:]).item(), original("SigLipLoss")()(*given).item()]
+    together += [copied(*mine, *given[2:]).item() for copied in (copy.deepcopy(late), pickle.loads(pickle.dumps(late)))]
     refused.append(refusal_of(lambda: lone(*given)))
     (folder / f"told-{rank}.json").write_text(json.dumps([refused, alone, together]))
     dist.destroy_process_group()
@@ -334,9 +336,10 @@ def test_a_group_wins_over_the_numbers(world: Path) -> None:
     assert mine == pytest.approx(theirs, rel=1e-12)
 
 
-def test_a_loss_may_be_older_than_the_world(world: Path) -> None:
-    _, _, (mine, theirs) = json.loads((world / "told-0.json").read_text())
+def test_a_loss_may_be_older_than_the_world_and_be_copied_in_it(world: Path) -> None:
+    _, _, (mine, theirs, *copied) = json.loads((world / "told-0.json").read_text())
     assert mine == pytest.approx(theirs, rel=1e-12)
+    assert copied == [mine, mine]
 
 
 # ---- its program
@@ -386,34 +389,34 @@ def test_the_program_trains_as_open_clip_train_on_two_ranks(world: Path) -> None
 # ---- where the original runs out of memory
 
 
-def step_within(limit: int, name: str, whose: str) -> float:
-    """A training step of two linear towers at 8,192 pairs, while this process may take `limit` bytes more."""
+def step_within(limit: int, kind: str, whose: str) -> float:
+    """open_clip's training step at 8,192 pairs, while this process may take `limit` bytes more."""
     import_torchvision()
     torch.set_num_threads(1)
-    loss = (original(name) if whose == "original" else getattr(ours, name))()
-    towers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-    optimizer = torch.optim.SGD(towers.parameters(), lr=0.1)
+    from open_clip_train.train import train_one_epoch
 
-    def step(rows: int) -> float:
-        features = (normalize(tower(torch.randn(rows, 16)), dim=1) for tower in towers)
-        value = loss(*features, torch.tensor(10.0), torch.tensor(-10.0))
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        return float(value.item())
+    args, model = arguments(kind), make_model(kind)
+    loss = (original("create_loss") if whose == "original" else ours.create_loss)(args)
+    values: list[float] = []
+    loss.register_forward_hook(lambda _module, _given, out: values.append(out["contrastive_loss"].item()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(rows: int) -> None:
+        train_one_epoch(model, {"train": Batches(1, 0, rows)}, loss, 0, optimizer, None, None, None, args)
 
     step(64)  # loads what it needs
     allowed = measure.private_bytes() + limit
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    return step(8192)
+    step(8192)
+    return values[-1]
 
 
-@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
-def test_goes_on_where_the_original_runs_out_of_memory(name: str) -> None:
-    """A matrix of logits is 256 MiB."""
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_goes_on_where_the_original_runs_out_of_memory(kind: str) -> None:
+    """A matrix of logits is 256 MiB, and the activations of the towers take less than another."""
     with pytest.raises(processes.OutOfMemory):
-        processes.run(step_within, 200 * MIB, name, "original")
-    assert processes.run(step_within, 200 * MIB, name, "ours") > 0
+        processes.run(step_within, 500 * MIB, kind, "original")
+    assert processes.run(step_within, 500 * MIB, kind, "ours") > 0
 
 
 # ---- what is answered by a line, and what is refused
@@ -444,6 +447,34 @@ def test_one_line_for_all_that_does_not_matter(
         name, arguments = told.split(": ")
         rest = "the gradient is always the exact one, the value that of all ranks."
         assert lines == [f"{name}: nothing depends on {arguments} here: {rest}"]
+
+
+@pytest.mark.parametrize("local_loss", [False, True])
+def test_gradients_larger_than_the_originals_are_warned_of(local_loss: bool, caplog: pytest.LogCaptureFixture) -> None:
+    ours.ClipLoss(local_loss, world_size=8)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    told = "ClipLoss: the gradient is always the exact one, .* without gather_with_grad is smaller .*, 8 times with its"
+    assert re.match(told, record.getMessage())
+
+
+@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
+def test_what_it_was_told_can_be_read_as_in_the_original(name: str) -> None:
+    theirs, mine = original(name)(), getattr(ours, name)()
+    told = set(inspect.signature(original(name)).parameters) - {"dist_impl"}  # of which the original makes "bidir"
+    assert {argument: getattr(mine, argument) for argument in told} == {
+        argument: getattr(theirs, argument) for argument in told
+    }
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [("--distill-model=RN50 --distill-pretrained=openai", "--distill-model must"), ("--horovod", "--horovod must")],
+)
+def test_the_program_refuses_before_it_begins(argument: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["megabatch", "--model", "RN50", *argument.split()])
+    with pytest.raises(ValueError, match=told):
+        ours.main()
 
 
 def test_horovod_is_refused() -> None:
