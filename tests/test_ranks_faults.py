@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,3 +124,19 @@ def test_a_rank_that_fails_ends_the_others(fault: Fault, tmp_path: Path) -> None
         assert fault.turn in text, text
         assert re.search(TORCH_SAYS, text), text
         assert told["seconds"] < in_time, f"rank {rank} took {told['seconds']:.1f} s: {text}"
+
+
+HOLDING = """
+import weakref, torch, torch.distributed as dist, megabatch
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+megabatch.clip_loss(torch.eye(3), torch.eye(3), 10.0, group=dist.group.WORLD)
+dist.destroy_process_group()
+print("gone" if group() is None else "held")
+"""
+
+
+def test_nothing_holds_a_group_that_was_destroyed() -> None:
+    """Or its threads, which may need the interpreter, are there when the interpreter has ended."""
+    ended = subprocess.run([sys.executable, "-c", HOLDING], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.split() == ["gone"]
