@@ -10,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # need a GPU need the opposite, which `make test-gpu` sets.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Several workers (pytest -n) are to share the cores, not to wait for each other's threads.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +33,15 @@ UNINITIALISED = [
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 ]
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of several workers (pytest -n), one takes all tests on ranks, which share a pool; other files stay whole."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            on_ranks = "pool" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("ranks" if on_ranks else item.path.stem))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -243,6 +243,7 @@ OPTIONS = {
 def test_what_is_held_stays_within_the_budget(loss: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside gradients and a few vectors. Tiles are large here, so that an extra one would show."""
     below_the_seam(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # one takes smaller tiles
     keywords = {"normalize": False, **OPTIONS[options]}
     if loss == "siglip_loss":
         keywords.pop("label_smoothing", None)
