@@ -35,15 +35,6 @@ UNINITIALISED = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several workers (pytest -n), one takes all tests on ranks, which share a pool; other files stay whole."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            on_ranks = "pool" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("ranks" if on_ranks else item.path.stem))
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
