@@ -166,10 +166,9 @@ def beyond_inputs_and_gradients(function: str, num_rows: int, width: int, dtype:
     return bytes_used
 
 
-@pytest.mark.parametrize(("num_rows", "width"), [(32768, 32), (8192, 512)])
-def test_a_real_process(num_rows: int, width: int) -> None:
-    """The dense loss holds at least three matrices, of 4 GiB at 32768 rows."""
-    assert beyond_inputs_and_gradients("clip_loss", num_rows, width) <= 64 * MIB
+def test_a_real_process_at_32768_rows() -> None:
+    """The dense loss holds at least three matrices of 4 GiB here."""
+    assert beyond_inputs_and_gradients("clip_loss", 32768, 512) <= 64 * MIB
 
 
 def test_doubling_the_batch_adds_only_vectors() -> None:
@@ -191,12 +190,12 @@ def test_meter_sees_the_dense_loss() -> None:
     assert int(done.stdout.split()[0]) >= 2 * 4096 * 4096 * 4
 
 
-def test_retrieval_of_50000_pairs_runs_in_linear_memory() -> None:
-    """The matrix of scores would take 10 GB."""
+def test_retrieval_of_100000_pairs_runs_in_linear_memory() -> None:
+    """The matrix of scores would take 40 GB."""
     script = """
 import resource, torch, megabatch
-keys = torch.nn.functional.normalize(torch.randn(50_000, 64), dim=1)
-queries = torch.nn.functional.normalize(keys + 0.18 * torch.randn(50_000, 64), dim=1)
+keys = torch.nn.functional.normalize(torch.randn(100_000, 64), dim=1)
+queries = torch.nn.functional.normalize(keys + 0.18 * torch.randn(100_000, 64), dim=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ranks = megabatch.retrieval_ranks(queries, keys)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
