@@ -68,7 +68,7 @@ def run(command: str, folder: Path) -> str:
         [sys.executable, *started, *arguments, *CHEAPER.get(COMMANDS[command], [])],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**os.environ, **environment},
         cwd=ROOT,
         check=False,

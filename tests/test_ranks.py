@@ -340,8 +340,6 @@ def cases(loss: str, num_ranks: int) -> list[Case]:
         for exchange in ("ring", "gather"):
             if exchange == "gather" and num_ranks != 3 and index % 2 == num_ranks // 4:
                 continue  # two ranks show one half of the mixes, four the other, three all
-            if exchange == "ring" and num_ranks == 4 and index % 2 == 0:
-                continue  # and by a ring four show the half that they do not gather
             options = {**mix["options"], "exchange": exchange}
             found.append(Case(loss, num_ranks, **{**mix, "options": options}))
     found.append(Case(loss, num_ranks, options={"exchange": "auto", "return_stats": True}))

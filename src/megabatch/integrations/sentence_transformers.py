@@ -255,7 +255,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
     """sentence-transformers' CachedMultipleNegativesRankingLoss with a faster, smaller stage between the two passes.
 
     The encoder runs as in the original, mini-batch by mini-batch, twice. The loss between is that of
-    MultipleNegativesRankingLoss above: `mini_batch_size` has no say in it, and over ranks it is one ring instead of two
+    MultipleNegativesRankingLoss above: `mini_batch_size` has no say in it, also over ranks, where the original has two
     reductions per mini-batch. Arguments as there and, of the original, `mini_batch_size`, `mini_batch_num_tokens` and
     `show_progress_bar`.
     """
