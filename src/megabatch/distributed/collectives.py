@@ -19,7 +19,7 @@ from torch import Tensor
 
 # torch.distributed.nn is imported for the time of it alone. Its functions have the group of all ranks as a default, and
 # torch imports it in the first call of an operator: had that group begun by then, its threads would outlive
-# destroy_process_group, and now and then abort the process at its end.
+# destroy_process_group, and could want the interpreter when it has ended.
 
 PAGE = 2048  # bytes of the first message of a handshake; longer ones need a second
 DIGITS = 16  # at its beginning: how long it is
