@@ -23,8 +23,8 @@ from megabatch.bench.cases import Case
 from megabatch.check import speed
 from megabatch.check.cases import LOSSES, cases
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
-from megabatch.check.world import joined
 from megabatch.cli import COMMANDS, main
+from megabatch.distributed.world import joined
 
 from .interpreter import spare_repeated_patches
 from .ranks import Pool

@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "__init__": {"functional", "modules", "retrieval", "caching"},
     "integrations": {PUBLIC, "distributed"},
     "bench": {PUBLIC, "integrations", "reference", "backends", "losses"},
-    "check": {PUBLIC, "reference", "bench"},
-    "cli": {PUBLIC, "check"},
+    "train": {PUBLIC, "reference", "distributed"},
+    "check": {PUBLIC, "reference", "bench", "distributed"},
+    "cli": {PUBLIC, "check", "train"},
     "__main__": {"cli"},
 }
 
@@ -44,6 +45,7 @@ WITH_TWIN = [*LOSSES, "retrieval_ranks", "similarity_topk"]
 # Nothing that only an extra, a backend or a benchmark needs.
 HEAVY = ["triton", "matplotlib", "psutil", "pandas", "transformers", "sentence_transformers", "open_clip", "lightly"]
 HEAVY += ["pytorch_metric_learning", "pytorch_lightning", "datasets", "accelerate", "torchvision"]
+HEAVY += ["PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"]
 
 
 def room_of(path: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..distributed.world import World, joined
 from . import report, speed
 from .cases import DTYPES, LOSSES, cases
 from .exactness import RETRIEVAL, Comparison, Way, compare_loss, compare_retrieval, merged, refusal
 from .speed import Contest
-from .world import World, joined
 
 DESCRIPTION = """\
 Is megabatch exact on this machine, and how fast is it?

@@ -16,8 +16,8 @@ from torch import Tensor
 import megabatch
 from megabatch import reference
 
+from ..distributed.world import World
 from .cases import SCALARS, Case, Share, of_ranks, together
-from .world import World
 
 RETRIEVAL = ("retrieval_ranks", "similarity_topk")
 # Roundings: a few of what is computed, and some of what passes through half precision. In float64 the dense loss is the

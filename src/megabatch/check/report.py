@@ -12,9 +12,9 @@ import megabatch
 from megabatch.bench.report import line
 from megabatch.bench.report import machine as this_cpu
 
+from ..distributed.world import World
 from .exactness import Comparison
 from .speed import Contest
-from .world import World
 
 PACKAGES = ("triton", "open_clip_torch", "inf_cl")
 MOST_SHOWN = 10

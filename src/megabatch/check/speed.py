@@ -16,8 +16,8 @@ from megabatch.bench.ranks import Member
 from megabatch.bench.report import mebibytes, ratio, remark, seconds, table
 from megabatch.bench.ring_trial import Digest, Lap, Taken
 
+from ..distributed.world import World
 from .exactness import refusal
-from .world import World
 
 LOSSES = ("clip", "siglip")
 OURS = {"triton", "eager", "ring", "gather"}

@@ -1,4 +1,4 @@
-"""The processes that check together: this one, or the ranks that torchrun started."""
+"""The processes that work together: this one, or the ranks that torchrun started."""
 
 import json
 import os
@@ -20,7 +20,7 @@ class World:
     """This process, rank `rank` of `size`, and the device it computes on.
 
     Attributes:
-        meeting: A group of the same ranks, apart from the one that is checked, to talk about it.
+        meeting: A group of the same ranks, apart from the one that the work goes through, to talk about it.
         in_step: A call on the group ended the same way on all ranks, so another may follow.
     """
 

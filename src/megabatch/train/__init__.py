@@ -1,0 +1,11 @@
+"""`megabatch train` and `megabatch eval`: two towers, trained at any global batch.
+
+config.py          what can be chosen: one dataclass per concern, from YAML and flags
+data/              where samples come from, which ones make step t, how they become tensors
+towers/            image and text encoders
+loop.py            the training, top to bottom
+optimization.py    parameter groups, schedule, precision
+checkpoint.py      what is kept, so that a killed run goes on to the bit
+evaluate.py        validation loss, retrieval, zero-shot classification
+report.py          progress bar, out.log, metrics.jsonl, TensorBoard
+"""

@@ -1,0 +1,70 @@
+"""What two towers are to the rest."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Tokenizer = Callable[[Sequence[str]], Tensor]  # [n, length] integers; can be sent to other processes
+
+
+class Towers(nn.Module):
+    """An image and a text encoder with one space in common, and the scale (and bias) of its logits.
+
+    Attributes:
+        image_size: Side of the images it takes, in pixels.
+        channels: 1 for grey images, 3 for RGB.
+        mean, std: Per channel, of pixels between 0 and 1.
+        tokenizer: Texts to tokens.
+        model: The module whose state is saved: this one, or the one of another library that it wraps.
+    """
+
+    image_size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    tokenizer: Tokenizer
+
+    @property
+    def model(self) -> nn.Module:
+        return self
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        """The logarithm of 1/temperature."""
+        raise NotImplementedError
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        raise NotImplementedError
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Features, not normalised, of float images `[n, channels, image_size, image_size]`."""
+        raise NotImplementedError
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Features, not normalised, of tokens `[n, length]`."""
+        raise NotImplementedError
+
+    def image_parts(self) -> list[nn.Module]:
+        """The modules of the image tower, its projection included."""
+        raise NotImplementedError
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """The modules that torch.compile is worth its while for: one per tower."""
+        raise NotImplementedError
+
+    def checkpoint_activations(self) -> None:
+        """Form activations again in the backward instead of keeping them. ValueError where the towers cannot."""
+        raise NotImplementedError
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Float images as encode_image takes them, of uint8 ones."""
+        mean, std = (torch.tensor(each, device=images.device)[:, None, None] for each in (self.mean, self.std))
+        return (images.float() / 255 - mean) / std
+
+    def lock_image(self) -> None:
+        """LiT: the image tower stays as it is."""
+        for part in self.image_parts():
+            part.requires_grad_(False)
+            part.eval()
