@@ -1,19 +1,26 @@
 """The command line. A command is a module with DESCRIPTION, add_arguments(parser) and main(options) -> exit code.
 
-It is imported when it is called, so that none pays for what another needs.
+It is imported when it is called, so that none pays for what another needs. It may have REFUSED: flags that it does not
+have though people look for them, and what to do instead.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from . import __version__
 
 # Name: its module, and what it is for.
 COMMANDS = {
     "check": ("megabatch.check.command", "is everything exact here, and how fast is it?"),
+    "train": ("megabatch.train.command", "train two towers at any batch"),
+    "eval": ("megabatch.train.eval_command", "validation loss, retrieval, zero-shot classification of a checkpoint"),
 }
+# Modules that come with an extra, and which one.
+EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,16 +28,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("megabatch", description="Contrastive learning at any batch size.")
     parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
-    for name, (module, summary) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if words[:1] == [name]:
-            command = import_module(module)
-            subparser.description = command.DESCRIPTION
-            command.add_arguments(subparser)
-            subparser.set_defaults(run=command.main)
-    options = parser.parse_args(words)
-    if "run" not in options:
+    subparsers = {
+        name: commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        for name, (_, summary) in COMMANDS.items()
+    }
+    if not words or words[0] not in COMMANDS:
+        parser.parse_args(words)
         parser.print_help()
         return 0
-    code: int = options.run(options)
+    subparser = subparsers[words[0]]
+    try:
+        command = import_module(COMMANDS[words[0]][0])
+        subparser.description = command.DESCRIPTION
+        command.add_arguments(subparser)
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            _refuse(subparser, unknown, getattr(command, "REFUSED", {}))
+        code: int = command.main(options)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        subparser.exit(1, f"{subparser.prog}: {package} is not installed: pip install 'megabatch[{EXTRAS[package]}]'\n")
     return code
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], refused: Mapping[str, str]) -> NoReturn:
+    """Arguments that the command does not have."""
+    flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    if flag in refused:
+        parser.error(f"{flag} is not a flag here. {refused[flag]}")
+    known = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
+    (nearest,) = get_close_matches(flag.lstrip("-"), known, n=1, cutoff=0)
+    parser.error(f"{flag} is not known. Perhaps --{nearest} is meant.")

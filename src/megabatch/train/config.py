@@ -1,11 +1,19 @@
-"""What can be chosen about a run: one dataclass per concern. Names are OpenCLIP's where it has the thing."""
+"""What can be chosen about a run: one dataclass per concern. Names are OpenCLIP's where it has the thing.
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+A field's type and what _option says about it is all that is known of it elsewhere: flags, YAML files (flags.py) and
+saved runs are read by it, and refused by it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, get_args, get_type_hints
 
 
-def _option(default: Any, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"help": help, **more})
+def _option(default: Any, help: str, **rules: Any) -> Any:
+    """A field. Rules: choices, at_least, above, below, at_most; alias is another name of its flag."""
+    return field(default=default, metadata={"help": help, **rules})
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,7 @@ class Data:
     dataset_type: str = _option(
         "auto", "auto goes by the file's name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
     )
-    train_num_samples: int | None = _option(None, "samples that make an epoch (default: all there are)")
+    train_num_samples: int | None = _option(None, "samples that make an epoch (default: all there are)", at_least=1)
     dataset_resampled: bool = _option(False, "draw shards with replacement")
     train_data_upsampling_factors: str | None = _option(
         None, "how often each source of --train-data is drawn, like 1::2; needs --dataset-resampled"
@@ -26,8 +34,14 @@ class Data:
     csv_separator: str = _option("\t", "between columns")
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")
-    crop_scale: float = _option(0.9, "smallest share of an image's area that a random crop keeps; 1 crops nothing")
-    workers: int = _option(4, "processes that read and decode, per rank; 0: the training process itself")
+    crop_scale: float = _option(
+        0.9, "smallest share of an image's area that a random crop keeps; 1 crops nothing", above=0, at_most=1
+    )
+    workers: int = _option(4, "processes that read and decode, per rank; 0: the training process itself", at_least=0)
+
+    def __post_init__(self) -> None:
+        if self.csv_separator == r"\t":  # as a shell hands it over
+            object.__setattr__(self, "csv_separator", "\t")
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,9 @@ class Model:
         "tiny", "tiny, small, a model of open_clip by name, or a folder with a Hugging Face CLIP or SigLIP"
     )
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
-    force_image_size: int | None = _option(None, "side of the images in pixels, where the model leaves it open")
+    force_image_size: int | None = _option(
+        None, "side of the images in pixels, where the model leaves it open", at_least=1
+    )
     lock_image: bool = _option(False, "leave the image tower as it is (LiT)")
     grad_checkpointing: bool = _option(False, "form activations again in the backward")
     torchcompile: bool = _option(False, "compile the towers")
@@ -55,9 +71,9 @@ class Loss:
         "caption", "rows that share this are not each other's negatives", choices=("caption", "image", "none")
     )
     init_logit_scale: float | None = _option(
-        None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)"
+        None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)", above=0
     )
-    max_logit_scale: float = _option(100.0, "clamped to at most this")
+    max_logit_scale: float = _option(100.0, "clamped to at most this", above=0)
     memory_budget: str | None = _option(None, "of the loss, such as 512MiB")
     dense_loss: bool = _option(False, "the dense loss, with its whole matrix, to compare with; one process only")
 
@@ -66,24 +82,31 @@ class Loss:
 class Optimization:
     """How it is minimised."""
 
-    global_batch_size: int = _option(1024, "samples of one step, of all ranks together")
+    global_batch_size: int = _option(1024, "samples of one step, of all ranks together", at_least=1)
     chunk_size: int = _option(
-        256, "samples of a rank whose activations are held at a time; changes memory, not results"
+        256, "samples of a rank whose activations are held at a time; changes memory, not results", at_least=1
     )
-    epochs: int = _option(32, "passes over --train-num-samples")
-    steps: int | None = _option(None, "steps, instead of --epochs")
-    lr: float = _option(5e-4, "the highest learning rate")
-    wd: float = _option(0.2, "weight decay, of parameters with two dimensions or more")
-    beta1: float = _option(0.9, "of AdamW")
-    beta2: float = _option(0.98, "of AdamW")
-    eps: float = _option(1e-6, "of AdamW")
-    warmup: int | None = _option(None, "steps until the highest learning rate (default: a tenth of all, at most 10000)")
+    epochs: int = _option(32, "passes over --train-num-samples", at_least=1)
+    steps: int | None = _option(None, "steps, instead of --epochs", at_least=1)
+    lr: float = _option(5e-4, "the highest learning rate", at_least=0)
+    wd: float = _option(0.2, "weight decay, of parameters with two dimensions or more", at_least=0)
+    beta1: float = _option(0.9, "of AdamW", at_least=0, below=1)
+    beta2: float = _option(0.98, "of AdamW", at_least=0, below=1)
+    eps: float = _option(1e-6, "of AdamW", above=0)
+    warmup: int | None = _option(
+        None, "steps until the highest learning rate (default: a tenth of all, at most 10000)", at_least=0
+    )
     lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const"))
     precision: str = _option(
         "fp32", "bf16 and fp16: by autocast, weights stay float32", choices=("fp32", "bf16", "fp16", "amp", "amp_bf16")
     )
-    grad_clip_norm: float | None = _option(None, "largest norm of the gradient")
-    max_nonfinite: int = _option(10, "give up after so many steps in a row without a finite loss and gradient")
+    grad_clip_norm: float | None = _option(None, "largest norm of the gradient", above=0)
+    max_nonfinite: int = _option(
+        10, "give up after so many steps in a row without a finite loss and gradient", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", {"amp": "fp16", "amp_bf16": "bf16"}.get(self.precision, self.precision))
 
 
 @dataclass(frozen=True)
@@ -91,9 +114,9 @@ class Evaluation:
     """What is held out, and how often it is asked."""
 
     val_data: str | None = _option(None, "as --train-data; icons: its held-out captions")
-    val_num_samples: int | None = _option(None, "take the first so many (icons: 1000, else all)")
-    val_frequency: int = _option(1, "in epochs; 0: at the end alone")
-    val_steps: int | None = _option(None, "in steps, instead of --val-frequency")
+    val_num_samples: int | None = _option(None, "take the first so many (icons: 1000, else all)", at_least=1)
+    val_frequency: int = _option(1, "in epochs; 0: at the end alone", at_least=0)
+    val_steps: int | None = _option(None, "in steps, instead of --val-frequency", at_least=1)
     zeroshot_data: str | None = _option(
         None, "a folder of images, one folder per class, to be classified without training"
     )
@@ -109,15 +132,15 @@ class Evaluation:
 class Run:
     """Where it is kept, and how it is watched."""
 
-    seed: int = _option(0, "of weights, order and augmentation")
+    seed: int = _option(0, "of weights, order and augmentation", at_least=0, below=2**63)
     logs: str = _option("./logs", "folder of all runs", alias="--logs-dir")
     name: str | None = _option(None, "folder of this run (default: time and settings)")
     resume: str | None = _option(None, "latest, or a checkpoint file")
-    save_frequency: int = _option(1, "in epochs; 0: at the end alone")
-    save_steps: int | None = _option(None, "in steps, instead of --save-frequency")
-    keep: int = _option(3, "checkpoints kept, besides the best; 0: all")
+    save_frequency: int = _option(1, "in epochs; 0: at the end alone", at_least=0)
+    save_steps: int | None = _option(None, "in steps, instead of --save-frequency", at_least=1)
+    keep: int = _option(3, "checkpoints kept, besides the best; 0: all", at_least=0)
     report_to: str = _option("", "tensorboard, or nothing", choices=("", "tensorboard"))
-    log_every_n_steps: int = _option(10, "lines of out.log; metrics.jsonl has every step")
+    log_every_n_steps: int = _option(10, "lines of out.log; metrics.jsonl has every step", at_least=1)
     device: str = _option("auto", "auto: cuda where there is one")
 
 
@@ -134,3 +157,148 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {section.name: section.default_factory for section in fields(Config)}  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a section, and what may stand in it."""
+
+    section: str
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    rules: Mapping[str, Any]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def rule(self) -> str:
+        """What a value must be."""
+        if "choices" in self.rules:
+            return "one of " + ", ".join(choice or "''" for choice in self.rules["choices"])
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}
+        bounds = {"at_least": "at least", "above": "above", "below": "below", "at_most": "at most"}
+        limits = [f"{bounds[name]} {limit}" for name, limit in self.rules.items() if name in bounds]
+        return words[self.kind] + (f", {' and '.join(limits)}" if limits else "")
+
+    def parse(self, text: str) -> Any:
+        """The value that is written so. ValueError says what it must be."""
+        try:
+            value = _TRUTH[text.lower()] if self.kind is bool else self.kind(text)
+        except (KeyError, ValueError):
+            raise ValueError(f"must be {self.rule}, got {text!r}.") from None
+        return self.checked(value)
+
+    def checked(self, value: Any, where: str = "") -> Any:
+        """The value, if it may stand here. TypeError and ValueError say what it must be; `where` goes before."""
+        if value is None and self.optional:
+            return None
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            raise TypeError(f"{where}must be {self.rule}, got {value!r}.")
+        if not self._allows(value):
+            raise ValueError(f"{where}must be {self.rule}, got {value!r}.")
+        return value
+
+    def _allows(self, value: Any) -> bool:
+        if "choices" in self.rules:
+            return any(value == choice for choice in self.rules["choices"])
+        if self.kind is str:
+            return len(value) > 0
+        return bool(
+            math.isfinite(value)
+            and value >= self.rules.get("at_least", value)
+            and value <= self.rules.get("at_most", value)
+            and ("above" not in self.rules or value > self.rules["above"])
+            and ("below" not in self.rules or value < self.rules["below"])
+        )
+
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _options(section: str) -> dict[str, Option]:
+    hints, found = get_type_hints(SECTIONS[section]), {}
+    for each in fields(SECTIONS[section]):
+        kinds = get_args(hints[each.name]) or (hints[each.name],)
+        found[each.name] = Option(section, each.name, kinds[0], len(kinds) > 1, each.default, each.metadata)
+    return found
+
+
+OPTIONS = {name: option for section in SECTIONS for name, option in _options(section).items()}
+
+
+def nearest(name: str, known: Mapping[str, object]) -> str:
+    """The known name that looks most like it."""
+    return get_close_matches(name, known, n=1, cutoff=0)[0]
+
+
+# ---- what is kept with a run
+
+
+def to_mapping(config: Config) -> dict[str, dict[str, Any]]:
+    """Sections of plain values. from_mapping gives the same configuration again."""
+    return asdict(config)
+
+
+def from_mapping(sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The configuration that to_mapping has taken apart. What is missing keeps its default."""
+    read: dict[str, Any] = {}
+    for section, values in sections.items():
+        if section not in SECTIONS:
+            raise ValueError(f"from_mapping: {section!r} is no section. Perhaps {nearest(section, SECTIONS)} is meant.")
+        known = _options(section)
+        for name in values:
+            if name not in known:
+                raise ValueError(f"from_mapping: {section} has no {name!r}. Perhaps {nearest(name, known)} is meant.")
+        checked = {
+            name: known[name].checked(value, f"from_mapping: {section}.{name} ") for name, value in values.items()
+        }
+        read[section] = SECTIONS[section](**checked)
+    return Config(**read)
+
+
+def to_yaml(config: Config) -> str:
+    """For params.yaml, which --config reads."""
+    import yaml
+
+    def dump(readable: bool) -> str:
+        text: str = yaml.safe_dump(mapping, sort_keys=False, allow_unicode=readable, width=math.inf)
+        return text
+
+    mapping = to_mapping(config)
+    text = dump(readable=True)
+    # Rare line breaks of Unicode come back as spaces unless all of Unicode is escaped.
+    return text if yaml.safe_load(text) == mapping else dump(readable=False)
+
+
+# ---- what goes together
+
+
+def check(config: Config, *, training: bool = True) -> None:
+    """ValueError or TypeError for what no run can be made of. Not `training`: nothing is asked of --train-data."""
+    for name, option in OPTIONS.items():
+        option.checked(getattr(getattr(config, option.section), name), option.flag + " ")
+    data, loss, evaluation = config.data, config.loss, config.evaluation
+    if training and data.train_data is None:
+        raise ValueError("--train-data must be given. --train-data icons needs no files.")
+    if len(data.csv_separator) != 1:
+        raise ValueError(f"--csv-separator must be one character, got {data.csv_separator!r}.")
+    if data.train_data_upsampling_factors is not None and not data.dataset_resampled:
+        raise ValueError(
+            f"--train-data-upsampling-factors must come with --dataset-resampled, got "
+            f"{data.train_data_upsampling_factors!r} without. Add --dataset-resampled: weights are those of drawing."
+        )
+    if loss.init_logit_scale is not None and loss.init_logit_scale > loss.max_logit_scale:
+        raise ValueError(
+            f"--init-logit-scale must be at most --max-logit-scale, got {loss.init_logit_scale} and "
+            f"{loss.max_logit_scale}."
+        )
+    for name in ("classnames", "templates"):
+        value = getattr(evaluation, name)
+        if value is not None and evaluation.zeroshot_data is None:
+            raise ValueError(f"--{name} must come with --zeroshot-data, got {value!r} without.")

@@ -1,9 +1,13 @@
 """What a data source is to the rest: samples by number, each of which may turn out to be bad."""
 
-from collections.abc import Sequence
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from PIL import Image
 
 
@@ -19,6 +23,7 @@ class Sample:
         text: The caption, or the positive.
         image_key: What tells whether two samples show the same image, or ask the same query.
         negatives: Texts that do not belong with the query, though they may look as if they did.
+        label: The number of the image's class, where it has one.
     """
 
     text: str
@@ -26,6 +31,7 @@ class Sample:
     image: Image.Image | None = None
     query: str | None = None
     negatives: tuple[str, ...] = ()
+    label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,13 @@ class Shard:
 
 
 class Source(Protocol):
-    """Samples by number. What it holds can be sent to other processes."""
+    """Samples by number. What it holds can be sent to other processes.
+
+    A source that leaves samples out when it is opened has `problems`, a Counter of the reasons.
+    """
 
     texts_only: bool  # query and positive, no images
+    has_negatives: bool  # some sample has negatives
 
     def __len__(self) -> int: ...
 
@@ -53,3 +63,54 @@ class Source(Protocol):
 
     @property
     def shards(self) -> Sequence[Shard]: ...
+
+
+class Strings:
+    """Many strings in one piece of memory, which processes share and nothing counts references of."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = bytearray()
+        ends = [0]
+        for string in strings:
+            encoded += string.encode("utf-8", "surrogatepass")
+            ends.append(len(encoded))
+        self._encoded = bytes(encoded)
+        self._ends = torch.tensor(ends, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        start, stop = self._ends[index : index + 2].tolist()
+        return self._encoded[start:stop].decode("utf-8", "surrogatepass")
+
+
+class OpenFiles:
+    """Reads pieces of files, and keeps the last few of them open. Good after a fork, and after pickling."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        if path not in self._descriptors:
+            if len(self._descriptors) >= self.MOST:
+                os.close(self._descriptors.popitem(last=False)[1])
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        self._descriptors.move_to_end(path)
+        # A position of its own: after a fork the descriptor's position is everybody's.
+        data = os.pread(self._descriptors[path], size, offset)
+        if len(data) != size:
+            raise RuntimeError(f"{path}: has {len(data)} bytes from {offset} on, had {size}. It changed while in use.")
+        return data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._descriptors = OrderedDict()
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 Tokenizer = Callable[[Sequence[str]], Tensor]  # [n, length] integers; can be sent to other processes
 
@@ -24,6 +25,11 @@ class Towers(nn.Module):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     tokenizer: Tokenizer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._image_locked = False
+        self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}  # no buffers: nothing to save
 
     @property
     def model(self) -> nn.Module:
@@ -60,11 +66,25 @@ class Towers(nn.Module):
 
     def pixels(self, images: Tensor) -> Tensor:
         """Float images as encode_image takes them, of uint8 ones."""
-        mean, std = (torch.tensor(each, device=images.device)[:, None, None] for each in (self.mean, self.std))
-        return (images.float() / 255 - mean) / std
+        if images.dtype != torch.uint8:
+            raise TypeError(f"pixels: images must be torch.uint8, from 0 to 255, got {images.dtype}.")
+        if images.device not in self._normalisation:
+            mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (self.mean, self.std))
+            factor, shift = (each.float().to(images.device) for each in (1 / (255 * std), -mean / std))
+            self._normalisation[images.device] = factor, shift
+        factor, shift = self._normalisation[images.device]
+        return (images * factor).add_(shift)
 
     def lock_image(self) -> None:
-        """LiT: the image tower stays as it is."""
+        """LiT: the image tower stays as it is, its projection and the statistics of its norms included."""
+        self._image_locked = True
         for part in self.image_parts():
             part.requires_grad_(False)
             part.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self._image_locked:
+            for part in self.image_parts():
+                part.eval()
+        return self

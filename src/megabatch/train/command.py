@@ -1,0 +1,119 @@
+"""`megabatch train`."""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..distributed.world import World, joined
+from . import checkpoint
+from .checkpoint import Checkpoints
+from .config import Config, from_mapping, to_yaml
+from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
+from .loop import Diverged, Trainer
+from .report import Report
+
+__all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
+
+DESCRIPTION = """\
+Trains an image and a text encoder (or a text encoder alone, on pairs of texts) contrastively, at any global batch: the
+loss never holds its matrix, encoders work in chunks, ranks pass their features round a ring.
+
+    megabatch train --train-data icons --val-data icons --model tiny --global-batch-size 1024 --epochs 10
+    torchrun --nproc-per-node 8 -m megabatch -- train --config run.yaml --name first
+    megabatch train --name first --resume latest
+
+A run is a folder, --logs/--name: params.yaml, out.log, metrics.jsonl, checkpoints/, tensorboard/. The settings of a
+resumed run are its own, but for what is given anew.
+"""
+
+DIVERGED = 1
+SIGNALLED = 128  # and the signal's number, as shells have it
+
+add_arguments = add_flags
+
+
+def main(options: argparse.Namespace) -> int:
+    with usage_errors("train"):
+        config = _read(given_flags(options))
+    with joined(device_of(config)) as world:
+        with usage_errors("train"):
+            folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
+            config = replace(config, run=replace(config.run, name=folder.name))
+            resume = _checkpoint_to_resume(config, folder)
+            world.wait()  # before rank 0 makes the folder that others look for
+            trainer = Trainer(config, world, folder, resume)
+        if world.rank == 0:
+            Checkpoints(folder / "checkpoints", config.run.keep).clear_unfinished()
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
+        with _report(trainer, folder, world) as report:
+            report.say(f"{folder}\n{to_yaml(config)}")
+            try:
+                number = trainer.run(report)
+            except Diverged as error:
+                report.warn(str(error))
+                return DIVERGED
+    return SIGNALLED + number if number else 0
+
+
+def device_of(config: Config) -> str:
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _read(given: dict[str, Any]) -> Config:
+    """A run that goes on has the settings it had, but for what is given."""
+    asked = {**(read_yaml(given["config"]) if "config" in given else {}), **given}
+    resume, name, logs = asked.get("resume"), asked.get("name"), asked.get("logs", Config().run.logs)
+    base = None
+    if resume == "latest":
+        if name is None:
+            raise ValueError("--resume latest must come with --name, got none. Name the run that is to go on.")
+        params = Path(logs) / name / "params.yaml"
+        base = read_config({"config": params}) if params.exists() else None
+    elif resume is not None:
+        path = Path(resume)
+        base = from_mapping(checkpoint.load(path)["megabatch"]["config"])
+        if name is None and "logs" not in asked:  # on in its own folder
+            logs, name = str(path.resolve().parents[2]), path.resolve().parents[1].name
+    config = read_config(given, base=base)
+    return replace(config, run=replace(config.run, logs=logs, name=name, resume=resume))
+
+
+def _name_of(config: Config) -> str:
+    model = Path(config.model.model).name.replace("/", "-")
+    options = config.optimization
+    settings = f"{model}-{config.loss.loss}-b{options.global_batch_size}-lr{options.lr:g}-seed{config.run.seed}"
+    return f"{time.strftime('%Y_%m_%d-%H_%M_%S')}-{settings}"
+
+
+def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
+    if config.run.resume is None:
+        if (folder / "params.yaml").exists():
+            raise ValueError(
+                f"--name must be that of a new run, got {folder.name}, which is in {folder.parent}. Take another, or "
+                "--resume latest."
+            )
+        return None
+    if config.run.resume == "latest":
+        return Checkpoints(folder / "checkpoints", config.run.keep).latest()
+    return Path(config.run.resume)
+
+
+def _report(trainer: Trainer, folder: Path, world: World) -> Report:
+    """Rank 0 alone speaks."""
+    if world.rank:
+        return Report.silent()
+    run = trainer.config.run
+    return Report(
+        folder,
+        total_steps=trainer.total_steps,
+        first_step=trainer.progress.step,
+        tensorboard=run.report_to == "tensorboard",
+        log_every=run.log_every_n_steps,
+    )

@@ -1,0 +1,192 @@
+"""Some 17,000 pictures with captions that come by pip: the icons inside the fonts of the package qtawesome.
+
+The picture is a glyph, the caption its name: "account-arrow-left-outline" reads "account arrow left outline". Fonts
+repeat each other and themselves (filled, outlined, bold), so duplicates are joined, and a whole family of
+icons is either for training or held out.
+
+Letters, in this file: N glyphs, P pixels of a glyph.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageFont, ImageOps
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .source import Sample, Shard
+
+# A picture that is in several fonts has its name from the first of these. Font Awesome and Material Design are there in
+# two versions: the newer comes first.
+_FONTS = (
+    "materialdesignicons6",
+    "fontawesome6-solid",
+    "fontawesome6-regular",
+    "fontawesome6-brands",
+    "phosphor",
+    "remixicon",
+    "codicon",
+    "elusiveicons",
+    "materialdesignicons5",
+    "fontawesome5-solid",
+    "fontawesome5-regular",
+    "fontawesome5-brands",
+)
+# Words that vary an icon and make no other one of it, unless they come first: "light bulb", "square root".
+_STYLES = frozenset(
+    ("outline", "outlined", "fill", "filled", "solid", "line", "bold", "light", "thin", "thick", "sharp", "variant")
+    + ("alt", "simple", "small", "large", "circle", "box", "square", "off", "slash", "multiple")
+)
+_SIDE = 32
+_HELD_OUT = 0.08  # of the stems
+_SAME = 0.95  # the cosine between two pictures from which on they count as one
+
+
+@dataclass(frozen=True)
+class _Icon:
+    name: str  # "materialdesignicons6/account-outline"
+    caption: str
+    font: str
+    character: str
+    pixels: bytes
+
+
+class Icons:
+    """Icons with their names as captions: those to train on, or those held out.
+
+    Icons are held out by the stem of their caption, which is the caption without words of style: "account",
+    "account outline" and "account box" are on one side. What looks the same as a held-out icon under another name
+    is on neither. Held-out captions are all different. Either side is in an order as good as random, the same
+    everywhere, so that the first thousand are a fair sample.
+    """
+
+    texts_only = False
+    has_negatives = False
+
+    def __init__(self, held_out: bool) -> None:
+        icons, held = _both_sides()
+        self._icons = held if held_out else icons
+
+    def __len__(self) -> int:
+        return len(self._icons)
+
+    def __getitem__(self, index: int) -> Sample:
+        icon = self._icons[index]
+        return Sample(icon.caption, icon.name, Image.frombytes("L", (_SIDE, _SIDE), icon.pixels))
+
+    def name(self, index: int) -> str:
+        return self._icons[index].name
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(0, len(self))]
+
+    def picture(self, index: int, side: int) -> Image.Image:
+        """The icon in any size, for people to look at."""
+        icon = self._icons[index]
+        return _draw(_open(icon.font, side), icon.character, side)
+
+
+def stem(caption: str) -> str:
+    """What variants of an icon have in common: the first word of its caption, and those that are not style."""
+    first, *more = caption.split()
+    return "".join([first, *(word for word in more if word not in _STYLES)])
+
+
+@functools.cache
+def _both_sides() -> tuple[list[_Icon], list[_Icon]]:
+    """To train on, and held out."""
+    icons = _distinct([icon for font in _fonts() for icon in _drawn(font)])
+    icons.sort(key=lambda icon: _fraction(icon.name))
+    held_out = [icon for icon in icons if _fraction(stem(icon.caption)) < _HELD_OUT]
+    others = [icon for icon in icons if _fraction(stem(icon.caption)) >= _HELD_OUT]
+    alike = _resembles(_ink(others), _ink(held_out)).tolist()
+    different = {icon.caption: icon for icon in held_out}
+    return [icon for icon, left_out in zip(others, alike, strict=True) if not left_out], [*different.values()]
+
+
+def _fonts() -> list[Path]:
+    package = importlib.util.find_spec("qtawesome")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError(
+            "icons: qtawesome must be installed, whose fonts hold the icons. Run pip install 'megabatch[train]'.",
+            name="qtawesome",
+        )
+    folder = Path(package.submodule_search_locations[0]) / "fonts"
+    fonts = []
+    for name in _FONTS:
+        found = sorted(folder.glob(f"{name}-*.ttf"))
+        if len(found) != 1:
+            raise FileNotFoundError(
+                f"icons: qtawesome must have one font {name}, got {len(found)} in {folder}. "
+                "Run pip install 'megabatch[train]'."
+            )
+        fonts += found
+    return fonts
+
+
+def _drawn(path: Path) -> Iterator[_Icon]:
+    """All icons of a font that show something."""
+    font = _open(str(path), _SIDE)
+    title, version = path.stem.rsplit("-", 1)
+    characters = json.loads((path.parent / f"{title}-charmap-{version}.json").read_text())
+    for name, code in characters.items():
+        pixels = _draw(font, chr(int(code, 16)), _SIDE).tobytes()
+        if min(pixels) < 255:
+            full_name = f"{title.removesuffix('-webfont')}/{name}"
+            yield _Icon(full_name, name.replace("-", " "), str(path), chr(int(code, 16)), pixels)
+
+
+def _open(font: str, side: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(font, side * 7 // 8, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _draw(font: ImageFont.FreeTypeFont, character: str, side: int) -> Image.Image:
+    """Dark on light, in the middle, in the font's own size unless it is too large for that."""
+    mask = font.getmask(character, mode="L")
+    canvas = Image.new("L", (side, side), 255)
+    if 0 in mask.size:
+        return canvas
+    ink = Image.frombytes("L", mask.size, bytes(mask))
+    if max(mask.size) > side:
+        ink = ImageOps.contain(ink, (side, side))
+    canvas.paste(0, ((side - ink.width) // 2, (side - ink.height) // 2), ink)
+    return canvas
+
+
+def _distinct(icons: list[_Icon]) -> list[_Icon]:
+    """Without those whose picture was there before, or nearly so under the same caption."""
+    ink = _ink(icons)
+    seen: set[bytes] = set()
+    same_caption: dict[str, list[int]] = {}
+    kept = []
+    for index, icon in enumerate(icons):
+        before = same_caption.setdefault(icon.caption, [])
+        if icon.pixels in seen or (before and (ink[before] @ ink[index]).max() > _SAME):
+            continue
+        seen.add(icon.pixels)
+        before.append(index)
+        kept.append(icon)
+    return kept
+
+
+def _resembles(ink: Tensor, others: Tensor) -> Tensor:
+    """Which of them look the same as any of the others."""
+    return torch.cat([(some @ others.T > _SAME).any(1) for some in ink.split(1024)])
+
+
+def _ink(icons: list[_Icon]) -> Tensor:
+    """`[N, P]`, a unit vector each: how dark every pixel is."""
+    pixels = torch.frombuffer(bytearray().join(icon.pixels for icon in icons), dtype=torch.uint8)
+    return normalize(255.0 - pixels.view(len(icons), -1).float(), dim=1)
+
+
+def _fraction(text: str) -> float:
+    """A number from 0 up to 1 that is as good as random, but always the same."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48

@@ -1,0 +1,127 @@
+"""Images with classes, to be told apart by their names alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .images import decode, image_key, read_file
+from .source import Sample, Shard
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+TEMPLATES = (
+    "a photo of a {}.",
+    "a picture of the {}.",
+    "a close-up of a {}.",
+    "a small {} in the distance.",
+    "a blurry image of a {}.",
+    "a drawing of a {}.",
+    "several {}.",
+)
+
+
+class ImageFolder:
+    """`folder/class/image.jpg`: classes are folders and images are files, both sorted by name.
+
+    Args:
+        classnames: A file with lines `folder<TAB>name` (folders that are not there are passed over), or with a name
+            per line in the folders' order. Default: the folders' names, with spaces for underscores.
+        templates: A file with prompts, one per line, with {} for the class name. Default: `TEMPLATES`.
+        at_least: See `images.decode`.
+
+    Attributes:
+        classnames: In the order of their numbers, which are the labels of samples.
+        templates: The prompts.
+    """
+
+    texts_only = False
+    has_negatives = False
+
+    def __init__(
+        self,
+        folder: str | Path,
+        classnames: str | Path | None = None,
+        templates: str | Path | None = None,
+        *,
+        at_least: int | None = None,
+    ) -> None:
+        self._at_least = at_least
+        folders = sorted(
+            path for path in _existing(Path(folder)).iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
+        if not folders:
+            raise ValueError(f"--zeroshot-data {folder}: must have a folder per class, has none.")
+        self._images: list[tuple[Path, int]] = []
+        for number, path in enumerate(folders):
+            images = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+            if not images:
+                raise ValueError(f"--zeroshot-data {path}: must have images ({', '.join(SUFFIXES)}), has none.")
+            self._images += [(image, number) for image in images]
+        names = [path.name for path in folders]
+        self.classnames = (
+            [name.replace("_", " ") for name in names] if classnames is None else _read_names(Path(classnames), names)
+        )
+        self.templates = list(TEMPLATES) if templates is None else read_templates(templates)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, number = self._images[index]
+        data = read_file(path)
+        return Sample(self.classnames[number], image_key(data), decode(data, self._at_least), label=number)
+
+    def name(self, index: int) -> str:
+        return str(self._images[index][0])
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(0, len(self))]
+
+
+def read_templates(path: str | Path) -> list[str]:
+    """Prompts, one per line, with {} for the class name."""
+    lines = _lines(Path(path), "--templates")
+    for number, line in lines:
+        if line.count("{}") != 1:
+            raise ValueError(f"--templates {path}: line {number} must contain {{}} once, got {line!r}.")
+    return [line for _, line in lines]
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"--zeroshot-data {folder}: must be a folder, with a folder per class in it.")
+    return folder
+
+
+def _lines(path: Path, flag: str) -> Sequence[tuple[int, str]]:
+    """The lines that are not empty, with their numbers."""
+    if not path.is_file():
+        raise ValueError(f"{flag} {path}: must be a file.")
+    lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
+    lines_with_text = [(number, line.strip()) for number, line in lines if line.strip()]
+    if not lines_with_text:
+        raise ValueError(f"{flag} {path}: must have at least one line, is empty.")
+    return lines_with_text
+
+
+def _read_names(path: Path, folders: list[str]) -> list[str]:
+    lines = _lines(path, "--classnames")
+    if not any("\t" in line for _, line in lines):
+        if len(lines) != len(folders):
+            raise ValueError(
+                f"--classnames {path}: must have a name per folder, got {len(lines)} names for {len(folders)} folders."
+            )
+        return [line for _, line in lines]
+    names: dict[str, str] = {}
+    for number, line in lines:
+        folder, tab, name = line.partition("\t")
+        if not tab or not name.strip():
+            raise ValueError(f"--classnames {path}: line {number} must be 'folder<TAB>name', got {line!r}.")
+        if folder in names:
+            raise ValueError(f"--classnames {path}: line {number} must not name {folder!r} again.")
+        names[folder] = name.strip()
+    missing = [folder for folder in folders if folder not in names]
+    if missing:
+        raise ValueError(
+            f"--classnames {path}: must name all {len(folders)} folders, lacks {len(missing)} such as {missing[0]!r}."
+        )
+    return [names[folder] for folder in folders]

@@ -1,0 +1,126 @@
+"""Samples made tensors: the same tensors whoever makes them, and wherever."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .images import center_crop, random_crop, to_tensor
+from .source import BadSample, Sample, Source
+
+
+@dataclass
+class Piece:
+    """Some rows of a batch.
+
+    Attributes:
+        first: Images, uint8 `[n, channels, size, size]`, or tokens of queries.
+        second: Tokens of captions or positives, `[n, length]`.
+        ids: `[n]`: equal for rows that are not each other's negatives; labels, where samples have them.
+        negatives: Tokens of all rows' negatives, `[k, length]`; None where the source never has any.
+        negative_ids: `[k]`: equal to the id of a row with that text.
+        bad: Name of each sample that was left out, and the reason.
+    """
+
+    first: Tensor
+    second: Tensor
+    ids: Tensor
+    negatives: Tensor | None
+    negative_ids: Tensor | None
+    bad: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """What happens to a sample on its way to the towers.
+
+    Attributes:
+        tokenizer: Texts to tokens `[n, length]`, of one length for all texts.
+        crop_scale: See `images.random_crop`.
+        seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
+        duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
+        train: Otherwise nothing is drawn.
+    """
+
+    tokenizer: Callable[[Sequence[str]], Tensor]
+    image_size: int
+    channels: int
+    crop_scale: float
+    seed: int
+    duplicates: str
+    train: bool
+
+    def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
+        """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
+        images: list[Tensor] = []
+        samples: list[Sample] = []
+        bad: list[tuple[str, str]] = []
+        for number, index in zip(passes, indices, strict=True):
+            sample = _checked(source, index)
+            if isinstance(sample, BadSample):
+                bad.append((source.name(index), str(sample)))
+                continue
+            samples.append(replace(sample, image=None))  # its pixels are freed
+            if sample.image is not None:
+                images.append(self._pixels(sample.image, number, index))
+        queries = [sample.query for sample in samples if sample.query is not None]
+        texts = [sample.text for sample in samples]
+        negatives = [negative for sample in samples for negative in sample.negatives]
+        query_tokens, tokens, negative_tokens = self._tokens(queries, texts, negatives)
+        shape = (0, self.channels, self.image_size, self.image_size)
+        pixels = torch.stack(images) if images else torch.zeros(shape, dtype=torch.uint8)
+        return Piece(
+            first=query_tokens if source.texts_only else pixels,
+            second=tokens,
+            ids=torch.tensor([self._id(sample) for sample in samples], dtype=torch.int64),
+            negatives=negative_tokens if source.has_negatives else None,
+            negative_ids=torch.tensor([_hash("text", text) for text in negatives], dtype=torch.int64)
+            if source.has_negatives
+            else None,
+            bad=bad,
+        )
+
+    def _pixels(self, image: Image.Image, number: int, index: int) -> Tensor:
+        if self.train:
+            random = Random(f"{self.seed}/{number}/{index}")
+            return to_tensor(random_crop(image, self.image_size, self.crop_scale, random), self.channels)
+        return to_tensor(center_crop(image, self.image_size), self.channels)
+
+    def _tokens(self, *groups: list[str]) -> Sequence[Tensor]:
+        """The tokens of each group, of one call of the tokenizer. It is never asked for nothing: some cannot."""
+        texts = [text for group in groups for text in group]
+        tokens = self.tokenizer(texts) if texts else self.tokenizer([""])[:0]
+        return torch.split(tokens, [len(group) for group in groups])
+
+    def _id(self, sample: Sample) -> int:
+        if sample.label is not None:
+            return sample.label
+        return _hash("image", sample.image_key) if self.duplicates == "image" else _hash("text", sample.text)
+
+
+def _checked(source: Source, index: int) -> Sample | BadSample:
+    try:
+        sample = source[index]
+        _check_texts(sample)
+    except BadSample as bad:
+        return bad
+    return sample
+
+
+def _check_texts(sample: Sample) -> None:
+    texts = (sample.text, *sample.negatives) if sample.query is None else (sample.query, sample.text, *sample.negatives)
+    if not all(text.strip() for text in texts):
+        raise BadSample("empty caption" if sample.query is None else "empty text")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise BadSample("text is not valid Unicode") from None
+
+
+def _hash(kind: str, text: str) -> int:
+    """63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(f"{kind}/{text}".encode(), digest_size=8).digest(), "big") >> 1

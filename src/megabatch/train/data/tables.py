@@ -1,0 +1,129 @@
+"""Tables of image files and captions: OpenCLIP's CSV and TSV files."""
+
+import csv
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .images import decode, image_key, read_file
+from .source import BadSample, Sample, Shard, Strings
+
+_LOOKED_AT = 1000  # rows, to find where relative paths start
+_QUOTING = 'A field that holds the separator or starts with a quote is put in quotes, with "" for each quote inside.'
+
+
+class Table:
+    """A file with a header line, a column of paths and a column of captions.
+
+    Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
+    OpenCLIP's do: one or the other for the whole file.
+
+    Args:
+        at_least: See `images.decode`.
+    """
+
+    texts_only = False
+    has_negatives = False
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        separator: str = "\t",
+        image_key: str = "filepath",
+        caption_key: str = "title",
+        at_least: int | None = None,
+    ) -> None:
+        self._path = Path(path)
+        self._at_least = at_least
+        separator = "\t" if separator == "\\t" else separator
+        if len(separator) != 1:
+            raise ValueError(f"--csv-separator: must be one character, got {separator!r}.")
+        files: list[str] = []
+        captions: list[str] = []
+        for file, caption in _rows(self._path, separator, image_key, caption_key):
+            files.append(file)
+            captions.append(caption)
+        if not files:
+            raise ValueError(f"{path}: must have rows below its header, has none.")
+        self._folder = _folder(self._path, files)
+        self._files, self._captions = Strings(files), Strings(captions)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not self._files[index]:
+            raise BadSample("no such file")
+        data = read_file(self._folder / self._files[index])
+        return Sample(self._captions[index], image_key(data), decode(data, self._at_least))
+
+    def name(self, index: int) -> str:
+        return str(self._folder / self._files[index])
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(0, len(self))]
+
+
+def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            header = next(reader, None)
+            if not header:
+                raise ValueError(f"{path}: must start with a line of column names, is empty there.")
+            image_column = _column(path, header, image_key, "--csv-img-key", separator)
+            caption_column = _column(path, header, caption_key, "--csv-caption-key", separator)
+            for row in reader:
+                if row and len(row) != len(header):
+                    raise ValueError(
+                        f"{path}: line {reader.line_num} must have {len(header)} fields, as its header has, got "
+                        f"{len(row)}. {_QUOTING}"
+                    )
+                if row:
+                    yield row[image_column], row[caption_column]
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}: line {reader.line_num} must be quoted as CSV is, got: {error}. {_QUOTING}"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: must be UTF-8, is not after line {reader.line_num} ({error.reason}). Convert it with iconv."
+            ) from None
+
+
+def _column(path: Path, header: list[str], key: str, flag: str, separator: str) -> int:
+    if header.count(key) == 1:
+        return header.index(key)
+    if key in header:
+        raise ValueError(f"{path}: must have one column {key!r}, has {header.count(key)}. Rename all but one.")
+    if len(header) == 1:
+        help = f"It has one column, {header[0]!r}: --csv-separator may not be {separator!r}."
+    else:
+        nearest = difflib.get_close_matches(key, header, n=1, cutoff=0)
+        help = f"It has {', '.join(map(repr, header))}. Perhaps {flag} {nearest[0] if nearest else header[0]} is meant."
+    raise ValueError(f"{path}: must have a column {key!r} ({flag}). {help}")
+
+
+def _folder(path: Path, files: list[str]) -> Path:
+    """Where relative paths start."""
+    own, current = path.absolute().parent, Path.cwd()
+    for file in files[:_LOOKED_AT]:
+        if not file:
+            continue
+        in_own, in_current = own / file, current / file
+        if in_own.exists() and in_current.exists() and not in_own.samefile(in_current):
+            raise ValueError(
+                f"{path}: {file!r} is ambiguous, there is {in_own} and {in_current}. "
+                "Write absolute paths, or start from another folder."
+            )
+        if in_own.exists():
+            return own
+        if in_current.exists():
+            return current
+    looked = f"{own} or {current}" if own != current else str(own)
+    raise ValueError(
+        f"{path}: must name image files, but none of its first {min(len(files), _LOOKED_AT)} is there, such as "
+        f"{files[0]!r}. Relative paths were looked for in {looked}."
+    )

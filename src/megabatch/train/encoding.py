@@ -1,0 +1,73 @@
+"""A batch through the towers: features, in the memory of one chunk."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+import megabatch as mb
+
+from .config import Config
+from .data.loader import Batch
+from .data.prepare import Prepare
+from .towers.towers import Towers
+
+
+class Features(NamedTuple):
+    """What a loss needs of the towers. Not normalised.
+
+    Attributes:
+        first: Of images, or of queries.
+        second: Of texts.
+        negatives: Of texts that belong with none.
+    """
+
+    first: Tensor
+    second: Tensor
+    negatives: Tensor | None
+    logit_scale: Tensor
+    logit_bias: Tensor | None
+
+
+class Encoder(nn.Module):
+    """Both towers in one forward, so that DistributedDataParallel sees every parameter used once."""
+
+    def __init__(self, towers: Towers, chunk_size: int, *, texts_only: bool) -> None:
+        super().__init__()
+        self.towers, self.chunk_size, self.texts_only = towers, chunk_size, texts_only
+
+    def forward(self, batch: Batch) -> Features:
+        towers = self.towers
+        first = self.texts(batch.first) if self.texts_only else self.images(batch.first)
+        second = self.texts(batch.second)
+        negatives = None if batch.negatives is None else self.texts(batch.negatives)
+        return Features(first, second, negatives, towers.logit_scale.exp(), towers.logit_bias)
+
+    def images(self, images: Tensor) -> Tensor:
+        return self._in_chunks(self.towers.encode_image, images, self.towers.pixels)
+
+    def texts(self, tokens: Tensor) -> Tensor:
+        return self._in_chunks(self.towers.encode_text, tokens)
+
+    def _in_chunks(
+        self, encoder: Callable[[Tensor], Tensor], rows: Tensor, transform: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        device = self.towers.logit_scale.device
+        if len(rows) <= self.chunk_size:  # no need to form anything twice
+            rows = rows.to(device, non_blocking=True)
+            return encoder(rows if transform is None else transform(rows))
+        features: Tensor = mb.chunked(encoder, rows, chunk_size=self.chunk_size, transform=transform, device=device)
+        return features
+
+
+def make_prepare(towers: Towers, config: Config, *, train: bool) -> Prepare:
+    """Samples to what these towers take."""
+    return Prepare(
+        towers.tokenizer,
+        image_size=towers.image_size,
+        channels=towers.channels,
+        crop_scale=config.data.crop_scale,
+        seed=config.run.seed,
+        duplicates=config.loss.duplicates,
+        train=train,
+    )

@@ -1,0 +1,92 @@
+"""`megabatch eval`."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from ..distributed.world import joined
+from . import checkpoint
+from .checkpoint import Checkpoints
+from .command import device_of
+from .config import Config, from_mapping
+from .datasets import open_classes, open_held_out
+from .evaluate import Figures, evaluate_all
+from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
+from .towers import Towers, make_towers
+
+__all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
+
+DESCRIPTION = """\
+Validation loss, retrieval both ways (R@1, R@5, R@10, median rank) and zero-shot classification, in memory that grows
+with the samples, not with their square, on one process or several.
+
+    megabatch eval --checkpoint logs/first --val-data icons
+    megabatch eval --checkpoint logs/first/checkpoints/best.pt --zeroshot-data photos --templates prompts.txt
+    torchrun --nproc-per-node 8 -m megabatch -- eval --model ViT-B-32 --pretrained laion2b_e16 --val-data val.csv
+
+Settings are those of the checkpoint's run, but for what is given. The validation loss is that of all samples as one
+batch. Ranks count from 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="of megabatch train: a file, or a run's folder (its best, or latest)",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    add_flags(parser)
+
+
+def main(options: argparse.Namespace) -> int:
+    with usage_errors("eval"):
+        path = None if options.checkpoint is None else _file_of(options.checkpoint)
+        state = None if path is None else checkpoint.load(path)
+        base = None if state is None else from_mapping(state["megabatch"]["config"])
+        config = read_config(given_flags(options), base=base, training=False)
+        if state is None and "model" not in given_flags(options):
+            raise ValueError("--checkpoint must be given, or --model with weights of its own. Got neither.")
+    with joined(device_of(config)) as world:
+        with usage_errors("eval"):
+            if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
+                raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
+            towers = _towers(config, state)
+            held_out, classes = open_held_out(config, towers.image_size), open_classes(config, towers.image_size)
+        figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)
+        if world.rank == 0:
+            _show(figures, options.json)
+    return 0
+
+
+def _file_of(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    best = folder / "best.pt"
+    found = best if best.exists() else Checkpoints(folder, keep=0).latest()
+    if found is None:
+        raise ValueError(f"--checkpoint must be a file or a folder with checkpoints, got {path}, which has none.")
+    return found
+
+
+def _towers(config: Config, state: checkpoint.State | None) -> Towers:
+    if state is not None:  # all weights are in there
+        config = replace(config, model=replace(config.model, pretrained=None, lock_image=False))
+    towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=None)
+    if state is not None:
+        try:
+            towers.model.load_state_dict(state["state_dict"])
+        except RuntimeError as error:
+            raise ValueError(f"--checkpoint must fit --model {config.model.model}: {error}") from error
+    return towers
+
+
+def _show(figures: Figures, path: Path | None) -> None:
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        print(f"{name:{width}}  {value:.6g}")
+    if path is not None:
+        checkpoint.atomically(path, lambda file: file.write(json.dumps(figures, indent=1).encode() + b"\n"))

@@ -1,0 +1,148 @@
+"""What towers are worth on data they have not seen: validation loss, retrieval both ways, zero-shot classification.
+
+Features of all held-out samples are kept, scores are not: memory grows with the samples, not with their square.
+Every rank encodes its share, and every figure is that of all.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import megabatch as mb
+
+from ..distributed.world import World
+from .config import Config
+from .data.labelled import ImageFolder
+from .data.loader import Batch, batches
+from .data.order import Order
+from .data.prepare import Prepare
+from .data.source import Source
+from .encoding import Encoder, Features, make_prepare
+from .objective import Objective
+from .optimization import autocast
+from .towers.towers import Towers
+
+RECALLS = (1, 5, 10)
+Figures = dict[str, float]
+
+
+def evaluate_all(
+    towers: Towers, held_out: Source | None, classes: ImageFolder | None, config: Config, world: World
+) -> Figures:
+    """Of what there is to evaluate on."""
+    figures = Figures()
+    if held_out is not None:
+        figures |= evaluate(towers, held_out, config, world)
+    if classes is not None:
+        figures |= classify(towers, classes, config, world)
+    return figures
+
+
+@torch.no_grad()
+def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Figures:
+    """Loss, recalls, median rank (1 is the best) over a whole source, as one batch."""
+    was_training = towers.training
+    towers.eval()
+    try:
+        features, ids, skipped = _encode(towers, source, config, world)
+        rows = int(_total(torch.tensor(len(ids)), world))
+        if rows == 0:
+            raise ValueError(f"eval: --val-data must have samples, got {skipped} that were all skipped.")
+        with autocast(world.device, config.optimization.precision):
+            loss, _ = Objective(config.loss, world)(features, ids)
+        first, second = ("query" if source.texts_only else "image"), "text"
+        figures = {"val/loss": float(loss), "val/samples": rows, "val/skipped_samples": skipped}
+        figures |= _retrieval(f"{first}_to_{second}", features.first, features.second, world)
+        figures |= _retrieval(f"{second}_to_{first}", features.second, features.first, world)
+    finally:
+        towers.train(was_training)
+    recalls = [value for name, value in figures.items() if "_R@" in name]
+    return figures | {"val/mean_recall": sum(recalls) / len(recalls)}
+
+
+def _encode(towers: Towers, source: Source, config: Config, world: World) -> tuple[Features, Tensor, int]:
+    """Features and ids of this rank's share of the source, and how many samples of all were skipped."""
+    encoder = Encoder(towers, config.optimization.chunk_size, texts_only=source.texts_only)
+    prepare = make_prepare(towers, config, train=False)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    skipped = 0
+    for batch in _in_order(source, prepare, config, world):
+        with autocast(world.device, config.optimization.precision):
+            encoded = encoder(batch)
+        parts.append((encoded.first.float(), encoded.second.float(), batch.ids))
+        skipped += len(batch.bad)
+    first, second, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+    scale, bias = towers.logit_scale.exp(), towers.logit_bias
+    return Features(first, second, None, scale, bias), ids, int(_total(torch.tensor(skipped), world))
+
+
+def _in_order(source: Source, prepare: Prepare, config: Config, world: World) -> Iterator[Batch]:
+    """All of the source, every rank its share of each batch."""
+    size = config.optimization.chunk_size * world.size
+    steps = max(1, -(-len(source) // size))
+    order = Order(source.shards, seed=0, shuffle=False)
+    return batches(
+        source,
+        prepare,
+        order,
+        batch_size=size,
+        rank=world.rank,
+        world_size=world.size,
+        workers=config.data.workers,
+        first_step=0,
+        last_step=steps,
+    )
+
+
+def _retrieval(name: str, query: Tensor, key: Tensor, world: World) -> Figures:
+    ranks = mb.retrieval_ranks(query, key, normalize=True, group=world.group)
+    ranks = torch.tensor([rank for part in world.gather(ranks.tolist()) for rank in part])
+    figures = {f"val/{name}_R@{k}": float((ranks < k).double().mean()) for k in RECALLS}
+    return figures | {f"val/{name}_median_rank": math.floor(statistics.median(ranks.tolist())) + 1}
+
+
+@torch.no_grad()
+def classify(towers: Towers, folder: ImageFolder, config: Config, world: World) -> Figures:
+    """Zero-shot: every image goes to the class whose prompts, on average, it is nearest to."""
+    was_training = towers.training
+    towers.eval()
+    try:
+        classes = class_features(towers, folder.classnames, folder.templates, config, world)
+        hits = torch.zeros(2, dtype=torch.float64)
+        rows = skipped = 0
+        best = min(5, len(classes))
+        encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
+        for batch in _in_order(folder, make_prepare(towers, config, train=False), config, world):
+            with autocast(world.device, config.optimization.precision):
+                images = normalize(encoder.images(batch.first).float(), dim=1)
+            rows, skipped = rows + len(images), skipped + len(batch.bad)
+            if len(images):
+                _, nearest = mb.similarity_topk(images, classes, best, group=None)
+                right = nearest.cpu() == batch.ids[:, None]
+                hits += torch.tensor([right[:, 0].sum(), right.any(1).sum()], dtype=torch.float64)
+    finally:
+        towers.train(was_training)
+    top1, top5, rows, skipped = _total(torch.tensor([*hits.tolist(), rows, skipped]), world).tolist()
+    if rows == 0:
+        raise ValueError(f"eval: --zeroshot-data must have images, got {int(skipped)} that were all skipped.")
+    return {"zeroshot/top1": top1 / rows, "zeroshot/top5": top5 / rows, "zeroshot/skipped_samples": skipped}
+
+
+def class_features(
+    towers: Towers, names: Sequence[str], templates: Sequence[str], config: Config, world: World
+) -> Tensor:
+    """One row per class: the mean of its prompts' features, of unit length."""
+    encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
+    prompts = [template.replace("{}", name) for name in names for template in templates]
+    with autocast(world.device, config.optimization.precision):
+        features = encoder.texts(towers.tokenizer(prompts)).float()
+    return normalize(normalize(features, dim=1).view(len(names), len(templates), -1).mean(1), dim=1)
+
+
+def _total(mine: Tensor, world: World) -> Tensor:
+    """The sum over ranks."""
+    return torch.tensor(world.gather(mine.tolist()), dtype=torch.float64).sum(0)

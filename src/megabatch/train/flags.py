@@ -1,0 +1,232 @@
+"""The configuration of a run, as flags and YAML files give it: defaults < a saved run < --config < flags."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NoReturn
+
+from .config import OPTIONS, SECTIONS, Config, Option, check, nearest
+
+# What others call differently, or have and need not be chosen here: flag, and what to do.
+REFUSED = {
+    "--batch-size": "It is per GPU elsewhere. Use --global-batch-size for the samples of a step, of all ranks "
+    "together, and --chunk-size for those of a rank that are held at a time.",
+    "--accum-freq": "Use --chunk-size: it accumulates, and the loss still sees the whole --global-batch-size.",
+    "--local-loss": "Leave it out: every loss is global, and no rank holds the whole matrix.",
+    "--gather-with-grad": "Leave it out: gradients always reach all ranks.",
+    "--loss-dist-impl": "Leave it out: features go round a ring of ranks.",
+    "--siglip": "Use --loss siglip.",
+    "--imagenet-val": "Use --zeroshot-data, with --classnames and --templates.",
+    "--imagenet-v2": "Use --zeroshot-data, with --classnames and --templates.",
+    "--zeroshot-frequency": "Use --val-frequency: both are asked at the same steps.",
+    "--fsdp": "Leave it out: towers are copied to all ranks (DDP).",
+    "--horovod": "Use torchrun.",
+    "--dist-url": "Use torchrun.",
+    "--dist-backend": "Leave it out: nccl on GPUs, gloo on CPUs.",
+    "--distill-model": "Leave it out: there is no distillation.",
+    "--distill-pretrained": "Leave it out: there is no distillation.",
+    "--lock-text": "Leave it out: only the image tower can be locked, by --lock-image.",
+    "--opt": "Leave it out: it is AdamW.",
+    "--delete-previous-checkpoint": "Use --keep 1.",
+    "--save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
+    "--wandb-project-name": "Use --report-to tensorboard; metrics.jsonl has every step.",
+}
+
+# Where the first is given, the second counts for nothing.
+_INSTEAD = {"steps": "epochs", "val_steps": "val_frequency", "save_steps": "save_frequency"}
+
+
+# ---- flags
+
+
+def add_flags(parser: argparse.ArgumentParser, sections: Iterable[str] = tuple(SECTIONS)) -> None:
+    """--config, and a flag for each field of the sections. One that is not given is not in the namespace."""
+    parser.usage = "%(prog)s [--config FILE] [--flag value ...]"  # all of them would bury an error
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML; flags win over it")
+    for section in sections:
+        group = parser.add_argument_group(section, SECTIONS[section].__doc__)
+        for option in (option for option in OPTIONS.values() if option.section == section):
+            _add_flag(group, option)
+
+
+def _add_flag(group: Any, option: Option) -> None:
+    names = [option.flag, *filter(None, [option.rules.get("alias")])]
+    help = option.rules["help"]
+    if option.default not in (None, ""):
+        help += f" (default: {option.default!r})" if option.default == "\t" else f" (default: {option.default})"
+    common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+    if option.kind is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        return
+    choices = [choice for choice in option.rules.get("choices", ()) if choice]
+    metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[option.kind]
+
+    def parse(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    group.add_argument(*names, type=parse, metavar=metavar, **common)
+
+
+def given_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of add_flags that were given, for read_config."""
+    return {name: value for name, value in vars(options).items() if name in OPTIONS or name == "config"}
+
+
+# ---- all together
+
+
+def read_config(given: Mapping[str, Any], *, base: Config | None = None, training: bool = True) -> Config:
+    """The configuration of a run, checked.
+
+    Args:
+        given: What given_flags found: fields by name, and `config`, the path of a YAML file.
+        base: The configuration of the run that goes on.
+        training: Whether --train-data must be there.
+    """
+    flags = dict(given)
+    path = flags.pop("config", None)
+    for name in flags:
+        if name not in OPTIONS:
+            raise TypeError(f"read_config: {name!r} is no field of Config. Perhaps {nearest(name, OPTIONS)} is meant.")
+    for one, other in _INSTEAD.items():
+        if one in flags and other in flags:
+            raise ValueError(f"{OPTIONS[one].flag} must come without {OPTIONS[other].flag}, got both. Drop one.")
+    config = base or Config()
+    for layer in ({} if path is None else read_yaml(path), flags):
+        config = _overlaid(config, layer)
+    check(config, training=training)
+    return config
+
+
+def _overlaid(config: Config, layer: Mapping[str, Any]) -> Config:
+    # --epochs over a file that says steps means epochs.
+    layer = {**{one: None for one, other in _INSTEAD.items() if other in layer}, **layer}
+    for section in SECTIONS:
+        changes = {name: value for name, value in layer.items() if OPTIONS[name].section == section}
+        config = replace(config, **{section: replace(getattr(config, section), **changes)})
+    return config
+
+
+# ---- YAML
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Fields by name. A key of the file is a field, or a section with fields in it.
+
+    Values are read by the type of the field, as those of flags are, not by YAML's guess: 1e-3 is a number, and a run
+    whose name is `no` or 007 keeps it.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config must be YAML, got {path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--config must be a file that can be read, got {path}: {error.strerror}.") from None
+    file = _File(str(path))
+    if root is not None and not _is_null(root):
+        file.read(root)
+    return file.values
+
+
+class _File:
+    """What was found in a YAML file, node by node."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+
+    def read(self, root: Any) -> None:
+        import yaml
+
+        for key, node in self._pairs(root, "the file"):
+            is_mapping, is_empty = isinstance(node, yaml.MappingNode), _is_null(node)
+            if key in SECTIONS and (is_mapping or (is_empty and key not in OPTIONS)):
+                for name, value in [] if is_empty else self._pairs(node, key):
+                    self._field(name, value, section=key)
+            elif key in SECTIONS and key not in OPTIONS:
+                self._refuse(node, f"{key} must be a section with keys of its own, got {_shown(node)}.")
+            else:
+                self._field(key, node)
+
+    def _field(self, name: str, node: Any, section: str | None = None) -> None:
+        import yaml
+
+        if advice := REFUSED.get("--" + name.replace("_", "-")):
+            self._refuse(node, f"{name} is not a key here. {advice}")
+        known = {each: option for each, option in OPTIONS.items() if section in (None, option.section)}
+        if name in OPTIONS and name not in known:
+            self._refuse(node, f"{name} must be in section {OPTIONS[name].section}, got it in {section}. Move it.")
+        if name not in known:
+            close = nearest(name, {**OPTIONS, **SECTIONS} if section is None else OPTIONS)
+            if section is not None:
+                name = f"{section}.{name}"
+                close += "" if close in known else f", in section {OPTIONS[close].section},"
+            self._refuse(node, f"{name} is not known. Perhaps {close} is meant.")
+        if name in self.values:
+            self._refuse(node, f"{name} is there twice. Keep one.")
+        option = known[name]
+        try:
+            if _is_null(node):
+                self.values[name] = option.checked(None)
+            elif isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN:
+                self.values[name] = option.parse(node.value)
+            else:
+                raise ValueError(f"must be {option.rule}, got {_shown(node)}.")
+        except (TypeError, ValueError) as error:
+            self._refuse(node, f"{name} {error}")
+
+    def _pairs(self, node: Any, what: str) -> Iterator[tuple[str, Any]]:
+        import yaml
+
+        if not isinstance(node, yaml.MappingNode):
+            self._refuse(node, f"{what} must be made of keys and values, got {_shown(node)}.")
+        seen: set[str] = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key, "a key must be a word.")
+            if key.value in seen:
+                self._refuse(key, f"{key.value} is there twice. Keep one.")
+            seen.add(key.value)
+            yield key.value, value
+
+    def _refuse(self, node: Any, why: str) -> NoReturn:
+        raise ValueError(f"{self.path}, line {node.start_mark.line + 1}: {why}")
+
+
+_PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "str", "int", "float", "bool", "timestamp", "value")}
+_COLLECTIONS = {"tag:yaml.org,2002:seq": "a list", "tag:yaml.org,2002:map": "keys and values"}
+
+
+def _is_null(node: Any) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")
+
+
+def _shown(node: Any) -> str:
+    """A node in words."""
+    return repr(node.value) if node.tag in _PLAIN else _COLLECTIONS.get(node.tag, f"a tag {node.tag}")
+
+
+# ---- mistakes
+
+
+@contextmanager
+def usage_errors(command: str) -> Iterator[None]:
+    """For what comes before a run: what this package refuses there, or cannot open, is the user's to mend. It is said
+    in one line on stderr, with exit code 2; errors that arise in other packages keep their traceback."""
+    try:
+        yield
+    except (TypeError, ValueError, OSError) as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if not isinstance(error, OSError) and frame.f_globals["__name__"].partition(".")[0] != "megabatch":
+            raise
+        print(f"megabatch {command}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -1,0 +1,364 @@
+"""The training, top to bottom.
+
+A step is a function of the weights, the seed and its number: its samples, their augmentation and the towers' randomness
+are drawn anew from (seed, step). So a run that died goes on from its last checkpoint as if nothing had been.
+"""
+
+import json
+import math
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import __version__
+
+from ..distributed.world import World
+from . import checkpoint
+from .checkpoint import Checkpoints
+from .config import Config, to_mapping
+from .data.labelled import ImageFolder
+from .data.loader import Batch, batches
+from .data.order import Order
+from .data.source import Source
+from .datasets import open_classes, open_held_out, open_train
+from .encoding import Encoder, make_prepare
+from .evaluate import Figures, evaluate_all
+from .objective import Objective
+from .optimization import autocast, learning_rate, make_optimizer, make_scaler
+from .report import Report
+from .towers import Towers, make_towers
+from .towers.open_clip import OpenClipTowers
+
+NAMED = 5  # skipped samples of a step in a line of the log
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row without a finite loss and gradient."""
+
+
+@dataclass
+class Progress:
+    """How far a run is, besides its weights. `step` counts those that are done."""
+
+    step: int = 0
+    samples: int = 0
+    skipped_samples: int = 0
+    nonfinite_steps: int = 0
+    nonfinite_in_a_row: int = 0
+    best: float = -math.inf
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks tell each other before a step: rows of all, samples that were skipped, a signal that asks to leave."""
+
+    rows: int
+    bad: list[tuple[str, str]]
+    signal: int
+
+
+class Trainer:
+    """A run: everything that lives from its first step to its last."""
+
+    def __init__(self, config: Config, world: World, folder: Path, resume: Path | None = None) -> None:
+        self.config, self.world, self.folder = config, world, folder
+        torch.manual_seed(config.run.seed)
+        self.towers: Towers = make_towers(
+            config.model, loss=config.loss.loss, init_logit_scale=config.loss.init_logit_scale
+        )
+        self.source: Source = open_train(config, self.towers.image_size)
+        self.held_out: Source | None = open_held_out(config, self.towers.image_size)
+        self.classes: ImageFolder | None = open_classes(config, self.towers.image_size)
+
+        options = config.optimization
+        self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
+        self.total_steps = options.steps or options.epochs * self.steps_per_epoch
+        self.order = Order(self.source.shards, seed=config.run.seed, resampled=config.data.dataset_resampled)
+
+        if self.source.texts_only:  # nothing goes through it
+            self.towers.lock_image()
+        self.towers.to(world.device)
+        self.parameters = [parameter for parameter in self.towers.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.towers.model.named_parameters(), options)
+        self.scaler = make_scaler(world.device, options.precision)
+        self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
+        self.progress, self.figures = Progress(), Figures()
+        self.report = Report.silent()
+        if resume is not None:
+            self._restore(checkpoint.load(resume), resume)
+
+    # ---- the run
+
+    def run(self, report: Report) -> int:
+        """Until the last step, which returns 0, or until a signal asks to leave, which returns its number."""
+        self.report = report
+        self._introduce()
+        encoder = self._wrapped_encoder()
+        self.towers.train()
+        with leaving_when_asked() as asked:
+            started = time.perf_counter()
+            for batch in self._batches():
+                data_seconds = time.perf_counter() - started
+                told = self._tell(batch, asked)
+                values = self._step(encoder, batch, told)
+                self.progress.step += 1
+                values |= self._costs(told, data_seconds, time.perf_counter() - started)
+                self.report.step(self.progress.step, values)
+                best = self._evaluate() if self._due(self._val_steps) and not told.signal else False
+                if best or told.signal or self._due(self._save_steps) or self._diverged:
+                    self.save(best)
+                if self._diverged:
+                    raise Diverged(
+                        f"{self.progress.nonfinite_in_a_row} steps in a row had no finite loss and gradient. Their "
+                        "samples are in nonfinite.jsonl. Lower --lr, set --grad-clip-norm, or take bf16 for fp16."
+                    )
+                if told.signal:
+                    self.report.say(f"{signal.Signals(told.signal).name}: left after step {self.progress.step}, saved.")
+                    return told.signal
+                started = time.perf_counter()
+        return 0
+
+    def _wrapped_encoder(self) -> nn.Module:
+        encoder = Encoder(self.towers, self.config.optimization.chunk_size, texts_only=self.source.texts_only)
+        if self.config.model.torchcompile:
+            for part in self.towers.compiled_parts():
+                part.compile()
+        if self.world.group is None:
+            return encoder
+        return DistributedDataParallel(encoder, gradient_as_bucket_view=True)
+
+    def _batches(self) -> Iterator[Batch]:
+        return batches(
+            self.source,
+            make_prepare(self.towers, self.config, train=True),
+            self.order,
+            batch_size=self.config.optimization.global_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            workers=self.config.data.workers,
+            first_step=self.progress.step,
+            last_step=self.total_steps,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def _tell(self, batch: Batch, asked: list[int]) -> Told:
+        everyones = self.world.gather([len(batch.ids), batch.bad, max(asked, default=0)])
+        rows, bad, signals = zip(*everyones, strict=True)
+        told = Told(sum(rows), [(name, reason) for each in bad for name, reason in each], max(signals))
+        self.progress.samples += told.rows
+        self.progress.skipped_samples += len(told.bad)
+        if told.bad:
+            names = ", ".join(f"{name} ({reason})" for name, reason in told.bad[:NAMED])
+            more = f" and {len(told.bad) - NAMED} more" if len(told.bad) > NAMED else ""
+            self.report.warn(f"step {batch.step + 1}: skipped {len(told.bad)} bad samples: {names}{more}")
+        return told
+
+    # ---- a step
+
+    def _step(self, encoder: nn.Module, batch: Batch, told: Told) -> Figures:
+        """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
+        options, step = self.config.optimization, self.progress.step
+        lr = learning_rate(step, options, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        scale = self.towers.logit_scale.exp().item()
+        values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
+        if told.rows:
+            # Towers may draw random numbers. They are the step's, whatever came before.
+            torch.manual_seed((self.config.run.seed * 2**20 + step) * 2**20 + self.world.rank)
+            values = self._descend(encoder, batch)
+        self._count_nonfinite(values)
+        return {**values, "train/lr": lr, "train/logit_scale": scale}
+
+    def _descend(self, encoder: nn.Module, batch: Batch) -> Figures:
+        options = self.config.optimization
+        self.optimizer.zero_grad()
+        with autocast(self.world.device, options.precision):
+            features = encoder(batch)
+            loss, accuracy = self.objective(features, batch.ids, batch.negative_ids)
+        torch.autograd.backward(self.scaler.scale(loss))
+        self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+        values = {
+            "train/loss": loss.item(),
+            "train/accuracy": accuracy.item(),
+            "train/grad_norm": norm.item(),
+        }
+        if all(self.world.gather(is_finite(values))):
+            if options.grad_clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.parameters, options.grad_clip_norm, norm)
+            self.scaler.step(self.optimizer)
+            with torch.no_grad():
+                self.towers.logit_scale.clamp_(0, math.log(self.config.loss.max_logit_scale))
+        self.scaler.update()
+        return values
+
+    def _count_nonfinite(self, values: Figures) -> None:
+        if is_finite(values):
+            self.progress.nonfinite_in_a_row = 0
+            return
+        self.progress.nonfinite_steps += 1
+        self.progress.nonfinite_in_a_row += 1
+        step, loss, norm = self.progress.step + 1, values["train/loss"], values["train/grad_norm"]
+        self.report.warn(
+            f"step {step}: loss {loss}, gradient norm {norm}: nothing was learned from it, on any rank "
+            f"({self.progress.nonfinite_in_a_row} in a row, {self.progress.nonfinite_steps} in all). Its samples are "
+            "in nonfinite.jsonl."
+        )
+        if self.world.rank == 0:
+            _, indices = self.order.of_step(self.progress.step, self.config.optimization.global_batch_size)
+            line = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
+            names = [self.source.name(index) for index in indices.tolist()]
+            with open(self.folder / "nonfinite.jsonl", "a") as file:
+                file.write(json.dumps({**line, "samples": names}) + "\n")
+
+    @property
+    def _diverged(self) -> bool:
+        return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
+
+    def _costs(self, told: Told, data_seconds: float, seconds: float) -> Figures:
+        return {
+            "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
+            "train/samples": self.progress.samples,
+            "train/samples_per_second": told.rows / seconds,
+            "train/data_seconds": data_seconds,
+            "train/step_seconds": seconds,
+            "train/memory_mib": peak_mib(self.world.device),
+            "train/skipped_samples": self.progress.skipped_samples,
+            "train/nonfinite_steps": self.progress.nonfinite_steps,
+        }
+
+    # ---- now and then
+
+    @property
+    def _val_steps(self) -> int:
+        options = self.config.evaluation
+        return options.val_steps or options.val_frequency * self.steps_per_epoch
+
+    @property
+    def _save_steps(self) -> int:
+        options = self.config.run
+        return options.save_steps or options.save_frequency * self.steps_per_epoch
+
+    def _due(self, interval: int) -> bool:
+        step = self.progress.step
+        return step == self.total_steps or (interval > 0 and step % interval == 0)
+
+    def _evaluate(self) -> bool:
+        """Whether this is the best so far."""
+        figures = evaluate_all(self.towers, self.held_out, self.classes, self.config, self.world)
+        if not figures:
+            return False
+        self.figures = figures
+        self.report.validation(self.progress.step, figures)
+        value = figures.get("val/mean_recall", figures.get("zeroshot/top1", -math.inf))
+        if value <= self.progress.best:
+            return False
+        self.progress.best = value
+        return True
+
+    def save(self, is_best: bool = False) -> None:
+        if self.world.rank:
+            return
+        step = self.progress.step
+        state = {
+            "epoch": step // self.steps_per_epoch,
+            "name": self.folder.name,
+            "state_dict": self.towers.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "global_step": step,
+            "samples_seen": self.progress.samples,
+            "megabatch": {
+                "version": __version__,
+                "config": to_mapping(self.config),
+                "progress": asdict(self.progress),
+                "ranks": self.world.size,
+                "figures": self.figures,
+            },
+        }
+        if self.scaler.is_enabled():
+            state["scaler"] = self.scaler.state_dict()
+        for_open_clip = isinstance(self.towers, OpenClipTowers)
+        path = self.checkpoints.write(state, is_best=is_best, for_open_clip=for_open_clip)
+        self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
+
+    def _restore(self, state: checkpoint.State, path: Path) -> None:
+        kept = state["megabatch"]
+        try:
+            self.towers.model.load_state_dict(state["state_dict"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scaler.is_enabled() and "scaler" in state:
+                self.scaler.load_state_dict(state["scaler"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
+        self.progress = Progress(**kept["progress"])
+        self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
+        self.figures = kept["figures"]
+        self.resumed = (path, kept["ranks"], kept["config"])
+
+    resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
+
+    def _introduce(self) -> None:
+        report, options = self.report, self.config.optimization
+        count = sum(parameter.numel() for parameter in self.parameters)
+        report.say(
+            f"{len(self.source)} samples; {self.total_steps} steps of {options.global_batch_size}, {self.steps_per_epoch} an "
+            f"epoch; ranks: {self.world.size} ({self.world.device.type}); parameters to train: {count / 1e6:.1f}M"
+        )
+        for source in (self.source, self.held_out):
+            problems: dict[str, int] = getattr(source, "problems", {})
+            for reason, times in problems.items():
+                report.warn(f"left out when the data was opened: {times} × {reason}")
+        if self.resumed is None:
+            return
+        path, ranks, config = self.resumed
+        report.say(f"resumed from {path.name} after step {self.progress.step}")
+        if ranks != self.world.size:
+            report.warn(f"there were {ranks} ranks, now there are {self.world.size}: the last bits will differ")
+        now = to_mapping(self.config)
+        for section, before in config.items():
+            for name, value in before.items():
+                if section != "run" and now[section].get(name) != value:
+                    report.warn(f"--{name.replace('_', '-')} was {value}, now it is {now[section].get(name)}")
+
+
+def is_finite(values: Figures) -> bool:
+    return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
+
+
+def peak_mib(device: torch.device) -> float:
+    """The most memory that there was at a time: of the device's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+@contextmanager
+def leaving_when_asked() -> Iterator[list[int]]:
+    """The signals that asked to leave, so far. The second of a kind does what it does elsewhere."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

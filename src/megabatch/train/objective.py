@@ -1,0 +1,50 @@
+"""The loss of a batch over all ranks, from the features of this one."""
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+import megabatch as mb
+from megabatch import reference
+
+from ..distributed.world import World
+from .config import Loss
+from .encoding import Features
+
+
+class Objective:
+    """`loss, accuracy = objective(features, batch)`: both are those of the whole batch, the same on every rank."""
+
+    def __init__(self, options: Loss, world: World, *, has_negatives: bool = False) -> None:
+        if options.dense_loss and world.size > 1:
+            raise ValueError(
+                f"train: --dense-loss must run in one process, got {world.size} ranks. It is there to compare with: "
+                "leave it out."
+            )
+        if has_negatives and options.loss != "infonce":
+            raise ValueError(
+                f"train: --loss must be infonce where samples have negatives, got {options.loss}. Take it, or leave "
+                "the negatives out of the data."
+            )
+        self.options, self.world = options, world
+        self.losses: ModuleType = reference if options.dense_loss else mb
+        self.shared: dict[str, Any] = {"normalize": True, "return_stats": True, "group": world.group}
+        if options.memory_budget is not None:
+            self.shared["memory_budget"] = options.memory_budget
+
+    def __call__(self, features: Features, ids: Tensor, negative_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        first, second, negatives, scale, bias = features
+        same = None if self.options.duplicates == "none" else ids.to(first.device)
+        if self.options.loss == "clip":
+            loss, stats = self.losses.clip_loss(first, second, scale, logit_bias=bias, ids=same, **self.shared)
+        elif self.options.loss == "siglip":
+            loss, stats = self.losses.siglip_loss(first, second, scale, bias, ids=same, **self.shared)
+        else:
+            masked = {} if same is None else {"query_ids": same, "key_ids": same}
+            if negatives is not None:
+                masked |= {"negatives": negatives}
+                if same is not None and negative_ids is not None:
+                    masked |= {"negative_ids": negative_ids.to(first.device)}
+            loss, stats = self.losses.info_nce_loss(first, second, scale, **masked, **self.shared)
+        return loss, stats["accuracy"]

@@ -1,0 +1,53 @@
+"""How parameters move: groups, schedule, precision."""
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from .config import Optimization
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization) -> torch.optim.AdamW:
+    """AdamW. Norms, biases and scales do not decay: they are what has one dimension or none.
+
+    The groups come in OpenCLIP's order, so that its program can go on from our checkpoints.
+    """
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": options.wd},
+    ]
+    betas = (options.beta1, options.beta2)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+
+
+def warmup_steps(options: Optimization, total_steps: int) -> int:
+    return min(10_000, total_steps // 10) if options.warmup is None else options.warmup
+
+
+def learning_rate(step: int, options: Optimization, total_steps: int) -> float:
+    """Of step `step`, counted from 0: up in a straight line, then constant or down half a cosine."""
+    warmup = warmup_steps(options, total_steps)
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    if options.lr_scheduler == "const":
+        return options.lr
+    done = (step - warmup) / max(1, total_steps - warmup)
+    return options.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Products in half precision where it was asked for. Weights, and the loss's logits, stay float32."""
+    if precision not in HALF:
+        return nullcontext()
+    return torch.autocast(device.type, HALF[precision])
+
+
+def make_scaler(device: torch.device, precision: str) -> torch.amp.GradScaler:
+    """Lifts the small gradients of float16 above its zero; does nothing else."""
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -1,0 +1,308 @@
+"""What a run shows of itself: a progress bar or plain lines, out.log, metrics.jsonl and TensorBoard.
+
+metrics.jsonl is the record: a line of JSON per step, and one per validation, with `step` and the values by name. It is
+flushed line by line, and cut back to the checkpoint when a run is resumed, so that it reads as if nothing had happened.
+Numbers are exact. JSON has none for nan and the infinities: they are the strings "nan", "inf" and "-inf", which
+Python's float() reads as it reads the numbers.
+
+Nothing here runs in a thread of its own but TensorBoard's writer: workers of a loader may be forked at any time.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+LOGGER = logging.getLogger("megabatch")
+SECONDS_BETWEEN_FRAMES = 0.1
+
+# What a line of the log shows of a step, where it is there.
+_LINE = {
+    "train/data_seconds": "Data (t): {:.3f}",
+    "train/step_seconds": "Batch (t): {:.3f}",
+    "train/samples_per_second": "{:.1f}/s",
+    "train/lr": "LR: {:.6g}",
+    "train/logit_scale": "Logit Scale: {:.3f}",
+    "train/grad_norm": "Grad Norm: {:.4g}",
+    "train/memory_mib": "Memory: {:.0f} MiB",
+    "train/accuracy": "Accuracy: {:.4f}",
+    "train/loss": "Loss: {:.5g}",
+}
+# What stands above the bar, in two lines that fit 80 columns.
+_ABOVE_BAR = (
+    {
+        "train/loss": "loss {:.4f}",
+        "train/accuracy": "accuracy {:.3f}",
+        "train/samples_per_second": "{:,.0f} samples/s",
+        "train/step_seconds": "batch {:.3f} s",
+        "train/data_seconds": "data {:.3f} s",
+    },
+    {
+        "train/lr": "lr {:.3g}",
+        "train/logit_scale": "scale {:.2f}",
+        "train/grad_norm": "norm {:.3g}",
+        "train/memory_mib": "{:,.0f} MiB",
+    },
+)
+
+
+def _figures(values: Mapping[str, float], shown: Mapping[str, str]) -> list[str]:
+    return [words.format(values[name]) for name, words in shown.items() if name in values]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl, numbers as they were."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [{name: _number(value) for name, value in json.loads(line).items()} for line in lines]
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value
+
+
+class Report:
+    """Of one run. `step` is the number of steps that are done, in all methods.
+
+    Args:
+        folder: Of the run.
+        total_steps: Of the whole run.
+        first_step: Steps done before; what metrics.jsonl has beyond is cut off.
+        tensorboard: Whether to write for it, into folder/tensorboard.
+        log_every: Steps between lines of the log; the last step has one too.
+        live: Whether to draw a bar. None: if there is a terminal to draw on.
+        console: What to draw on; None: stderr.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        first_step: int,
+        tensorboard: bool,
+        log_every: int,
+        live: bool | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.total_steps, self.log_every = total_steps, log_every
+        self._bar: _Bar | None = None
+        self._add_scalars: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
+        console = console or Console(stderr=True)
+        live = console.is_interactive if live is None else live
+        with ExitStack() as stack:  # what was opened is closed again should the rest fail
+            folder.mkdir(parents=True, exist_ok=True)
+            if tensorboard:
+                self._add_scalars = _open_tensorboard(folder / "tensorboard", first_step, stack)
+            path = folder / "metrics.jsonl"
+            unreadable = _cut(path, first_step)
+            self._metrics = stack.enter_context(path.open("a", encoding="utf-8"))
+            terminal = _Lines(console) if live else logging.StreamHandler(console.file)
+            terminal.addFilter(lambda record: not getattr(record, "file_only", False))
+            file = logging.FileHandler(folder / "out.log", encoding="utf-8")
+            stack.callback(_open_log(terminal, file))
+            if live:
+                self._bar = stack.enter_context(_Bar(console, total_steps, first_step))
+            self._stack = stack.pop_all()
+        if unreadable:
+            self.warn(f"{path}: {unreadable} lines could not be read, and were dropped")
+
+    @staticmethod
+    def silent() -> "Report":
+        """For the other ranks: it can be told everything, and shows nothing."""
+        return _Silent()
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self._record(step, values)
+        if self._bar is not None:
+            self._bar.show(step, values)
+        if step % self.log_every == 0 or step == self.total_steps:
+            # The bar shows the same.
+            LOGGER.info(self._line(step, values), extra={"file_only": self._bar is not None})
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        self._record(step, values)
+        self.say(f"Eval Step: {step} " + " ".join(f"{name}: {value:.5g}" for name, value in values.items()))
+
+    def say(self, text: str) -> None:
+        LOGGER.info(text)
+
+    def warn(self, text: str) -> None:
+        LOGGER.warning(text)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):  # Python shows it on the terminal
+            LOGGER.error("the run ended with an error", exc_info=error, extra={"file_only": True})
+        self.close()
+
+    def _record(self, step: int, values: Mapping[str, float]) -> None:
+        line = {"step": step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()}}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+        self._add_scalars(step, values)
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        epoch = f"Train Epoch: {values['train/epoch']:.0f} " if "train/epoch" in values else "Train "
+        share = f"[{step}/{self.total_steps} ({step / self.total_steps:.0%})]"
+        return " ".join([epoch + share, *_figures(values, _LINE)])
+
+
+class _Silent(Report):
+    def __init__(self) -> None:
+        pass
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+# ---- on the terminal
+
+
+class _Bar(Progress):
+    """The figures of the last step, and below them how far the run is. It is drawn when a step is done."""
+
+    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
+        self._lines = [""] * len(_ABOVE_BAR)
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self.add_task("train", total=total_steps, completed=first_step)
+        self._drawn = -math.inf
+
+    def get_renderables(self) -> list[RenderableType]:
+        figures = [Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines]
+        return [*figures, *super().get_renderables()]
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        self._lines = [" · ".join(_figures(values, shown)) for shown in _ABOVE_BAR]
+        epoch = f"epoch {values['train/epoch']:.0f}" if "train/epoch" in values else "train"
+        self.update(self._task, completed=step, description=epoch)
+        if time.monotonic() - self._drawn >= SECONDS_BETWEEN_FRAMES:
+            self._drawn = time.monotonic()
+            self.refresh()
+
+
+class _Lines(logging.Handler):
+    """Lines above the bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.print(Text(self.format(record)), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+# ---- in files
+
+
+def _open_log(*handlers: logging.Handler) -> Callable[[], None]:
+    """The library's logger, with these handlers and no others above it, until the result is called."""
+    level, propagate = LOGGER.level, LOGGER.propagate
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False  # others set up the root logger, and lines would come twice
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
+        LOGGER.addHandler(handler)
+
+    def close() -> None:
+        for handler in handlers:
+            LOGGER.removeHandler(handler)
+            handler.close()
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagate
+
+    return close
+
+
+def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Callable[[int, Mapping[str, float]], None]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "--report-to tensorboard needs the package tensorboard: pip install 'megabatch[train]'.", name=error.name
+        ) from error
+    # What a killed run wrote beyond its checkpoint is hidden.
+    writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+    stack.callback(writer.close)
+
+    def add(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return add
+
+
+def _cut(path: Path, last_step: int) -> int:
+    """Leave the lines of steps up to `last_step`. Returns how many could not be read, which go too.
+
+    A last line without an end is what a killed run leaves behind, and does not count.
+    """
+    if not path.exists():
+        return 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    kept, unreadable = [], 0
+    for line in lines:
+        step = _step_of(line)
+        if step is None:
+            unreadable += 1
+        elif step <= last_step:
+            kept.append(line + b"\n")
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    return unreadable
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None

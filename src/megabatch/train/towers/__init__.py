@@ -1,0 +1,102 @@
+"""Image and text encoders, chosen by name: built in, open_clip's, or of a folder in Hugging Face's layout."""
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+
+from ..config import Model
+from .towers import Tokenizer, Towers
+
+__all__ = ["Tokenizer", "Towers", "make_towers"]
+
+_log = logging.getLogger(__name__)
+
+
+def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = None, texts_only: bool = False) -> Towers:
+    """The towers that `model` names, ready to train with `loss`: "clip", "siglip" or "infonce".
+
+    Random weights come from torch's generator alone: the caller sets torch.manual_seed.
+
+    Args:
+        init_logit_scale: 1/temperature. `None` leaves pretrained towers theirs, and starts others as the loss's paper.
+        texts_only: No image will come: the image tower must not wait for gradients.
+    """
+    if init_logit_scale is not None and not 0 < init_logit_scale < math.inf:
+        raise ValueError(f"--init-logit-scale: must be a positive number, got {init_logit_scale}.")
+    scale, bias = (10.0, -10.0) if loss == "siglip" else (1 / 0.07, None)
+    if model.model in ("tiny", "small"):
+        towers = _built_in(model, init_logit_scale or scale, bias)
+    elif Path(model.model).is_dir():
+        from .hugging_face import HuggingFaceTowers
+
+        _refuse_pretrained(model, "the folder's own weights are loaded")
+        towers = HuggingFaceTowers(model.model)
+        _refuse_image_size(model, towers)
+    else:
+        from .open_clip import OpenClipTowers
+
+        towers = OpenClipTowers(
+            model.model,
+            scale,
+            bias,
+            pretrained=model.pretrained,
+            force_image_size=model.force_image_size,
+        )
+    if init_logit_scale is not None:
+        with torch.no_grad():
+            towers.logit_scale.fill_(math.log(init_logit_scale))
+    _settle_bias(towers, model, loss)
+    if model.lock_image or texts_only:
+        towers.lock_image()
+    if model.lock_image and not _has_weights(model):
+        _log.warning("--lock-image: the image tower of %s has random weights, and keeps them.", model.model)
+    if model.grad_checkpointing:
+        towers.checkpoint_activations()
+    return towers.train()
+
+
+def _built_in(model: Model, scale: float, bias: float | None) -> Towers:
+    _refuse_pretrained(model, f"{model.model} has no weights to load")
+    if model.model == "small":
+        from .small import SmallTowers
+
+        return SmallTowers(scale, bias, image_size=model.force_image_size)
+    from .tiny import TinyTowers
+
+    towers = TinyTowers(scale, bias)
+    _refuse_image_size(model, towers)
+    return towers
+
+
+def _has_weights(model: Model) -> bool:
+    stored = Path(model.model).is_dir() or model.model.startswith(("local-dir:", "hf-hub:"))
+    return model.model not in ("tiny", "small") and (stored or model.pretrained is not None)
+
+
+def _refuse_pretrained(model: Model, reason: str) -> None:
+    if model.pretrained is not None:
+        raise ValueError(
+            f"--pretrained: must be left out with --model {model.model}, because {reason}, got {model.pretrained!r}. "
+            "It names weights of open_clip."
+        )
+
+
+def _refuse_image_size(model: Model, towers: Towers) -> None:
+    if model.force_image_size not in (None, towers.image_size):
+        raise ValueError(
+            f"--force-image-size: must be {towers.image_size} or left out, because --model {model.model} takes no "
+            f"other, got {model.force_image_size}."
+        )
+
+
+def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
+    if loss == "siglip" and towers.logit_bias is None:
+        raise ValueError(
+            f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip. "
+            "Take a SigLIP model, or a CLIP model of open_clip, which is given a bias."
+        )
+    if loss == "infonce" and towers.logit_bias is not None:
+        towers.logit_bias.requires_grad_(False)
+        _log.info("--loss infonce has no bias: the logit_bias of %s stays as it is.", model.model)

@@ -1,0 +1,175 @@
+"""Any model of open_clip by name. Its weights keep open_clip's names, so checkpoints go both ways."""
+
+import difflib
+import logging
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .hugging_face import check_vocabulary
+from .towers import Tokenizer, Towers
+
+_log = logging.getLogger(__name__)
+
+
+class OpenClipTowers(Towers):
+    """A model of open_clip with an image and a text tower.
+
+    Args:
+        name: As open_clip's create_model takes it, `local-dir:` and `hf-hub:` included.
+        init_logit_scale: 1/temperature at the start, where no weights say otherwise.
+        init_logit_bias: The same for the bias; `None` leaves it to the model whether it has one.
+        pretrained: A tag of open_clip or a file.
+        force_image_size: Side of the images, where the model can take others than its own.
+    """
+
+    channels = 3
+
+    def __init__(
+        self,
+        name: str,
+        init_logit_scale: float,
+        init_logit_bias: float | None = None,
+        *,
+        pretrained: str | None = None,
+        force_image_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        open_clip = _import_open_clip()
+        _check_name(open_clip, name, pretrained)
+        self.tokenizer = _tokenizer(open_clip, name)
+        options: dict[str, Any] = {"init_logit_scale": torch.tensor(init_logit_scale).log().item()}
+        if init_logit_bias is not None:
+            options["init_logit_bias"] = init_logit_bias
+        try:
+            self.clip = open_clip.create_model(
+                name, pretrained=pretrained, precision="fp32", force_image_size=force_image_size, **options
+            )
+        except Exception as error:
+            raise ValueError(f"--model: open_clip cannot make {name!r}: {type(error).__name__}: {error}") from error
+        if not isinstance(self.clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
+            raise ValueError(_not_two_towers(name, type(self.clip).__name__))
+        self._check_tokenizer(name)
+        self._take_image_size(name, force_image_size)
+        preprocessing = self.clip.visual.preprocess_cfg
+        self.mean, self.std = tuple(preprocessing["mean"]), tuple(preprocessing["std"])
+        if init_logit_bias and self.clip.logit_bias.eq(0).all():  # open_clip's, for weights that have none
+            self.clip.logit_bias.data.fill_(init_logit_bias)
+            _log.warning("--pretrained: the weights have no logit_bias: it starts at %s.", init_logit_bias)
+
+    def _check_tokenizer(self, name: str) -> None:
+        vocabulary = self.clip.vocab_size
+        if (inner := getattr(self.tokenizer, "tokenizer", None)) is not None:
+            check_vocabulary(f"the tokenizer that open_clip has for {name!r}", len(inner), vocabulary)
+        elif (own := getattr(self.tokenizer, "vocab_size", vocabulary)) > vocabulary:
+            raise ValueError(
+                f"--model: {name!r} must know the {own} tokens of its tokenizer, got vocab_size {vocabulary}."
+            )
+
+    def _take_image_size(self, name: str, forced: int | None) -> None:
+        size = self.clip.visual.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        if height != width:
+            raise ValueError(f"--model: images must be squares, got {name!r}, which takes {height} x {width}.")
+        self.image_size = height
+        if forced is None:
+            return
+        training = self.clip.training
+        try:
+            with torch.no_grad():
+                self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
+        except Exception as error:
+            raise ValueError(
+                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {type(error).__name__}: {error}"
+            ) from error
+        self.clip.train(training)
+
+    @property
+    def model(self) -> nn.Module:
+        return cast(nn.Module, self.clip)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.clip.logit_scale)
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        return cast("nn.Parameter | None", self.clip.logit_bias)
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.clip.encode_image(images, normalize=False))
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.clip.encode_text(tokens, normalize=False))
+
+    def image_parts(self) -> list[nn.Module]:
+        return [self.clip.visual]
+
+    def compiled_parts(self) -> list[nn.Module]:
+        return [self.clip.visual, self._text()]
+
+    def _text(self) -> nn.Module:
+        """The text tower; where its embeddings lie in the model itself, all but them."""
+        return cast(nn.Module, self.clip.text if hasattr(self.clip, "text") else self.clip.transformer)
+
+    def checkpoint_activations(self) -> None:
+        """By open_clip, whose own checkpoints, timm's and transformers' are not reentrant."""
+        self.clip.set_grad_checkpointing(True)
+        for tower in self.compiled_parts():
+            if not any(
+                getattr(module, flag, False)
+                for module in tower.modules()
+                for flag in ("grad_checkpointing", "gradient_checkpointing")
+            ):
+                raise ValueError(
+                    f"--grad-checkpointing: must be left out, because open_clip has none for {type(tower).__name__}, "
+                    "a tower of this model."
+                )
+
+
+def _import_open_clip() -> Any:
+    try:
+        import open_clip
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch that is not its own
+        raise ImportError(
+            f"--model: open_clip must be importable, got {type(error).__name__}: {error}. "
+            "Run pip install 'megabatch[open_clip]', or take --model tiny or small, which need nothing."
+        ) from error
+    return open_clip
+
+
+def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
+    if name.startswith(("local-dir:", "hf-hub:")):
+        if pretrained is not None:
+            raise ValueError(
+                f"--pretrained: must be left out with --model {name}, whose weights lie beside it, got {pretrained!r}."
+            )
+        return
+    known = open_clip.list_models()
+    if (plain := name.replace("/", "-")) not in known:
+        near = difflib.get_close_matches(plain, ["tiny", "small", *known], n=3) or known[:3]
+        raise ValueError(
+            f"--model: must be tiny, small, a folder that exists or a model of open_clip, got {name!r}. "
+            f"The nearest: {', '.join(near)}."
+        )
+    if "multimodal_cfg" in open_clip.get_model_config(plain):
+        raise ValueError(_not_two_towers(name, "CoCa"))
+
+
+def _not_two_towers(name: str, kind: str) -> str:
+    return (
+        f"--model: must be an image and a text tower, got {name!r}, which is a {kind}: it has parts that a contrastive "
+        "loss does not train."
+    )
+
+
+def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
+    try:
+        return cast(Tokenizer, open_clip.get_tokenizer(name.replace("/", "-") if ":" not in name else name))
+    except Exception as error:
+        raise ValueError(
+            f"--model: the tokenizer of {name!r} must be at hand: open_clip looks for it on the Hugging Face hub, and "
+            f"got {type(error).__name__}: {error}. Run once with a network, or take a model with open_clip's own "
+            "tokenizer, such as ViT-B-32."
+        ) from error
