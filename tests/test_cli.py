@@ -68,7 +68,7 @@ def test_an_unknown_command_is_refused(capsys):
         (["--lenght=3"], "--lenght is not known. Perhaps --length is meant."),
         (["--lightt", "--length", "3"], "--lightt is not known. Perhaps --light is meant."),
         (["--leng", "3"], "--leng is not known. Perhaps --length is meant."),
-        (["-l", "3"], "-l is not known. Perhaps --l"),
+        (["-l", "3"], "-l is not known. Perhaps --"),
         (["stray"], "stray is not known. Perhaps --"),
         (["--qqq"], "--qqq is not known. Perhaps --"),
         (["--size", "3"], "--size is not a flag here. Use --length."),

@@ -1,25 +1,22 @@
-"""`megabatch train` for real, in small: one and the same run however it is cut, and what it keeps."""
+"""`megabatch train` for real, in small: one and the same run however it is cut, and what it does about trouble."""
 
 import json
-import os
-import re
-import signal
-import time
+import math
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from PIL import Image
 
 from megabatch import cli
-from megabatch.train import checkpoint, loop
-from megabatch.train.data.loader import Batch
+from megabatch.train import checkpoint
+from megabatch.train.towers.tiny import TinyTowers
 
-from .ranks import new_process
+from .ranks import run_apart
 from .training import evaluations, losses, steps, train, write_pairs, write_shapes
 
-QUICK = ["--global-batch-size", "32", "--steps", "6", "--lr", "1e-3", "--warmup", "2", "--workers", "0"]
-QUICK += ["--chunk-size", "32"]
+QUICK = ["--global-batch-size", "32", "--chunk-size", "32", "--workers", "0", "--steps", "6", "--lr", "1e-3"]
+QUICK += ["--warmup", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +30,253 @@ def plain(shapes, tmp_path_factory):
     return train(tmp_path_factory.mktemp("plain"), "--train-data", shapes, *QUICK)
 
 
-def train_on_ranks(rank, group, words):
-    """On ranks that are there already."""
-    return cli.main(words)
+def train_on_a_rank(rank: int, group: object, folder: Path, words: list[str]) -> None:
+    raise SystemExit(cli.main(words))
+
+
+def train_on_ranks(ranks: int, folder: Path, *flags: str, name: str = "run", codes: int = 0) -> Path:
+    words = ["train", "--logs", str(folder), "--name", name, *flags]
+    ended = run_apart(ranks, train_on_a_rank, folder, words, group_timeout=30, deadline=90)
+    assert ended == [codes] * ranks
+    return folder / name
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(max((run / "checkpoints").glob("step_*.pt")))["state_dict"]
+
+
+def moved_parts(run: Path) -> set[str]:
+    """Parts of `tiny` that are not as they were at the start."""
+    torch.manual_seed(0)
+    start = TinyTowers(1 / 0.07, None).state_dict()
+    return {name.split(".")[0] for name, value in weights(run).items() if not torch.equal(value, start[name])}
 
 
 # ---- one and the same run
 
 
-@pytest.mark.parametrize("flags", [["--chunk-size", "7"], ["--workers", "2"], ["--chunk-size", "1"]], ids=" ".join)
-def test_chunks_and_workers_do_not_change_the_run(shapes, plain, tmp_path, flags):
+@pytest.mark.parametrize(
+    "flags", [["--workers", "2"], ["--chunk-size", "7"], ["--dense-loss"], ["--memory-budget", "1MiB"]], ids=" ".join
+)
+def test_workers_chunks_and_the_way_of_the_loss_do_not_change_the_run(shapes, plain, tmp_path, flags):
     run = train(tmp_path, "--train-data", shapes, *QUICK, *flags)
     exact = flags[0] == "--workers"
     assert losses(run) == pytest.approx(losses(plain), abs=0 if exact else 1e-5, rel=0)
+    assert losses(plain)[0] > losses(plain)[-1]
 
 
-def test_the_dense_loss_gives_the_same_run(shapes, plain, tmp_path):
-    run = train(tmp_path, "--train-data", shapes, *QUICK, "--dense-loss")
-    assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
+def test_ranks_do_not_change_the_run(shapes, plain, tmp_path):
+    """Of 32 rows three ranks have 10, 11 and 11."""
+    run = train_on_ranks(3, tmp_path, "--train-data", shapes, *QUICK, "--chunk-size", "4")
+    assert losses(run) == pytest.approx(losses(plain), abs=1e-5, rel=0)
+    for name in ("train/accuracy", "train/grad_norm", "train/logit_scale", "train/lr"):
+        assert [line[name] for line in steps(run)] == pytest.approx([line[name] for line in steps(plain)], rel=1e-4)
+    assert [line["train/samples"] for line in steps(run)] == [32 * step for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_do_not_change_the_run(shapes, plain, tmp_path, pool, ranks):
-    words = ["train", "--train-data", shapes, "--logs", str(tmp_path), "--name", "run", *QUICK]
-    assert pool.run(ranks, train_on_ranks, words) == [0] * ranks
-    assert losses(tmp_path / "run") == pytest.approx(losses(plain), abs=1e-5)
-    assert [line["train/samples"] for line in steps(tmp_path / "run")] == [32 * step for step in range(1, 7)]
+def test_another_seed_is_another_run(shapes, plain, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--seed", "1")
+    assert losses(run)[0] != pytest.approx(losses(plain)[0], abs=1e-3)
+
+
+def test_a_batch_may_be_larger_than_the_data(shapes, tmp_path):
+    """96 samples: a sample that comes twice is no negative of itself."""
+    flags = ["--train-data", shapes, "--global-batch-size", "192", "--chunk-size", "64", "--steps", "1"]
+    masked = train(tmp_path, *flags, "--workers", "0", name="masked")
+    counted = train(tmp_path, *flags, "--workers", "0", "--duplicates", "none", name="counted")
+    assert 1e-3 < losses(counted)[0] - losses(masked)[0] < math.log(2)
+
+
+# ---- it learns
+
+
+def test_it_learns_and_says_so(shapes, tmp_path):
+    flags = ["--train-data", shapes, "--val-data", shapes, "--global-batch-size", "48", "--steps", "40", "--lr", "2e-3"]
+    run = train(tmp_path, *flags, "--workers", "0", "--chunk-size", "48", "--val-steps", "20", "--crop-scale", "1")
+    before, after = evaluations(run)
+    assert (before["step"], after["step"]) == (20, 40)
+    assert after["val/image_to_text_R@5"] > 0.9
+    assert after["val/text_to_image_median_rank"] <= 2
+    assert after["val/loss"] < before["val/loss"] < math.log(96)
+    assert losses(run)[-1] < 1
+    assert (run / "checkpoints" / "best.pt").exists()
+
+
+@pytest.mark.parametrize("loss", ["siglip", "infonce"])
+def test_every_loss_learns(shapes, tmp_path, loss):
+    flags = ["--train-data", shapes, "--global-batch-size", "96", "--steps", "15", "--lr", "2e-3", "--workers", "0"]
+    run = train(tmp_path, *flags, "--loss", loss, "--chunk-size", "96")
+    dense = train(tmp_path, *flags, "--loss", loss, "--chunk-size", "96", "--dense-loss", "--steps", "3", name="dense")
+    assert losses(run)[-1] < 0.8 * losses(run)[0]
+    assert losses(dense)[0] == pytest.approx(losses(run)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "slack"), [("bf16", 0.05), ("fp16", 0.01)])
+def test_half_precision_trains_as_float32_does(shapes, plain, tmp_path, precision, slack):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--precision", precision)
+    assert losses(run) == pytest.approx(losses(plain), abs=slack)
+    assert losses(run) != losses(plain)
+    assert all(value.dtype == torch.float32 for value in weights(run).values() if value.is_floating_point())
+
+
+def test_texts_train_a_text_tower_alone(tmp_path):
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
+    flags = ["--train-data", pairs, "--val-data", pairs, "--global-batch-size", "64", "--workers", "0", "--lr", "3e-3"]
+    run = train(tmp_path, *flags, "--steps", "15")
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+    assert "val/query_to_text_R@1" in evaluations(run)[0]
+    assert moved_parts(run) >= {"text"}
+    assert "image" not in moved_parts(run)
+
+
+def test_hard_negatives_are_columns_for_all(tmp_path):
+    plain_pairs = str(write_pairs(tmp_path / "plain.jsonl"))
+    hard = str(write_pairs(tmp_path / "hard.jsonl", negatives=2))
+    flags = ["--loss", "infonce", "--global-batch-size", "64", "--workers", "0", "--steps", "2"]
+    without = losses(train(tmp_path, "--train-data", plain_pairs, *flags, name="without"))
+    together = losses(train(tmp_path, "--train-data", hard, *flags, name="with"))
+    assert together[0] > without[0] + 0.3
+    over_ranks = losses(train_on_ranks(2, tmp_path, "--train-data", hard, *flags, name="ranks"))
+    assert over_ranks == pytest.approx(together, abs=1e-5)
+
+
+def test_negatives_need_infonce(tmp_path, capsys):
+    hard = str(write_pairs(tmp_path / "hard.jsonl", negatives=2))
+    with pytest.raises(SystemExit):
+        train(tmp_path, "--train-data", hard, *QUICK)
+    assert "--loss must be infonce where samples have negatives, got clip" in capsys.readouterr().err
+
+
+def test_the_dense_loss_is_for_one_process(shapes, tmp_path):
+    train_on_ranks(2, tmp_path, "--train-data", shapes, *QUICK, "--dense-loss", codes=2)
+
+
+def test_a_locked_image_tower_stays_as_it_was(shapes, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--lock-image", "--steps", "2")
+    assert moved_parts(run) >= {"text"}
+    assert "image" not in moved_parts(run)
+
+
+def test_small_trains_with_checkpointed_activations_as_without(shapes, tmp_path):
+    flags = ["--train-data", shapes, *QUICK, "--model", "small", "--steps", "2", "--global-batch-size", "8"]
+    plain = train(tmp_path, *flags, "--force-image-size", "32", name="plain")
+    again = train(tmp_path, *flags, "--force-image-size", "32", "--grad-checkpointing", name="again")
+    assert losses(again) == pytest.approx(losses(plain), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
+def test_compiled_towers_train_as_plain_ones(shapes, plain, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--torchcompile", "--steps", "3")
+    assert losses(run) == pytest.approx(losses(plain)[:3], abs=2e-3)  # another schedule after the second step
+
+
+# ---- limits
+
+
+def test_the_scale_is_clamped(shapes, tmp_path):
+    flags = ["--train-data", shapes, *QUICK, "--init-logit-scale", "2", "--lr", "1e-2"]
+    free = train(tmp_path, *flags, name="free")
+    clamped = train(tmp_path, *flags, "--max-logit-scale", "2.01", name="clamped")
+    scales = [line["train/logit_scale"] for line in steps(clamped)]
+    assert max(line["train/logit_scale"] for line in steps(free)) > 2.02
+    assert max(scales) == pytest.approx(2.01, rel=1e-6)
+
+
+def test_gradients_are_clipped(shapes, plain, tmp_path):
+    """Adam forgets the size of gradients unless they are far below eps."""
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--grad-clip-norm", "1e-9")
+    assert steps(run)[0]["train/grad_norm"] == steps(plain)[0]["train/grad_norm"]
+    assert losses(run)[0] == losses(plain)[0]
+    moved = abs(losses(run)[1] - losses(run)[0])
+    assert moved != abs(losses(plain)[1] - losses(plain)[0])
+
+
+# ---- trouble
+
+
+@pytest.fixture
+def bad_shapes(tmp_path):
+    table = write_shapes(tmp_path / "bad")
+    files = sorted(table.parent.glob("*.png"))
+    files[3].write_bytes(files[3].read_bytes()[:90])
+    files[40].write_bytes(b"MZ not an image")
+    return str(table)
+
+
+def test_bad_samples_are_skipped_counted_and_named(bad_shapes, tmp_path):
+    flags = ["--train-data", bad_shapes, "--global-batch-size", "48", "--workers", "0", "--steps", "2"]
+    run = train(tmp_path, *flags)
+    assert steps(run)[-1]["train/skipped_samples"] == 2
+    assert steps(run)[-1]["train/samples"] == 94
+    log = (run / "out.log").read_text()
+    assert "black-cross-bottom.png" in log or "truncated" in log
+    over_ranks = train_on_ranks(2, tmp_path, *flags, name="ranks")
+    assert losses(over_ranks) == pytest.approx(losses(run), abs=1e-5)
+    assert steps(over_ranks)[-1]["train/skipped_samples"] == 2
+
+
+def poisoned_encode(self, images):
+    """Not a number where the whole image is of one shade, which none of the shapes is."""
+    features = self.image(images)
+    flat = images.flatten(1).amax(1) == images.flatten(1).amin(1)
+    return features.masked_fill(flat[:, None], math.nan)
+
+
+@pytest.fixture
+def poisoned(tmp_path):
+    """One sample of 96 makes the towers below give no number."""
+    table = write_shapes(tmp_path / "poisoned")
+    Image.new("L", (32, 32), 255).save(table.parent / "grey-square-top.png")
+    return str(table)
+
+
+def train_poisoned(rank, group, folder, words):
+    TinyTowers.encode_image = poisoned_encode
+    raise SystemExit(cli.main(words))
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_named(poisoned, tmp_path):
+    flags = ["--train-data", poisoned, "--logs", str(tmp_path), "--global-batch-size", "32", "--steps", "6"]
+    words = ["train", *flags, "--name", "run", "--workers", "0", "--lr", "1e-3", "--save-steps", "1", "--keep", "0"]
+    assert run_apart(2, train_poisoned, tmp_path, words, group_timeout=30, deadline=90) == [0, 0]
+    run = tmp_path / "run"
+    bad = [line["step"] for line in steps(run) if not math.isfinite(line["train/loss"])]
+    assert len(bad) == 2  # 6 steps of 32 are two passes
+    assert steps(run)[-1]["train/nonfinite_steps"] == 2
+    named = [json.loads(line) for line in (run / "nonfinite.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in named] == bad
+    assert all(any("grey-square-top.png" in name for name in line["samples"]) for line in named)
+    assert all(len(line["samples"]) == 32 for line in named)
+    for step in bad:
+        if step > 1:
+            before, after = (
+                checkpoint.load(run / "checkpoints" / f"step_{each:08d}.pt")["state_dict"] for each in (step - 1, step)
+            )
+            assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(value.isfinite().all() for value in weights(run).values())
+
+
+def test_it_gives_up_after_too_many_in_a_row(shapes, tmp_path, capsys):
+    run = train(
+        tmp_path, "--train-data", shapes, *QUICK, "--lr", "1e30", "--warmup", "0", "--max-nonfinite", "3", code=1
+    )
+    assert len(steps(run)) <= 5
+    assert [math.isfinite(value) for value in losses(run)[-3:]] == [False] * 3
+    assert "3 steps in a row had no finite loss" in (run / "out.log").read_text()
+
+
+def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
+    """The first scale is far too high: steps are skipped until it has come down, and then it trains."""
+    from megabatch.train import loop
+
+    def too_high(device: torch.device, precision: str) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type, init_scale=2.0**24)
+
+    monkeypatch.setattr(loop, "make_scaler", too_high)
+    run = train(
+        tmp_path, "--train-data", shapes, *QUICK, "--precision", "fp16", "--steps", "25", "--max-nonfinite", "20"
+    )
+    skipped = steps(run)[-1]["train/nonfinite_steps"]
+    assert 2 < skipped < 20
+    assert all(math.isfinite(value) for value in losses(run))
+    assert losses(run)[-1] < losses(run)[0]

@@ -17,7 +17,7 @@ from . import __version__
 COMMANDS = {
     "check": ("megabatch.check.command", "is everything exact here, and how fast is it?"),
     "train": ("megabatch.train.command", "train two towers at any batch"),
-    "eval": ("megabatch.train.eval_command", "validation loss, retrieval, zero-shot classification of a checkpoint"),
+    "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot figures of a checkpoint"),
 }
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")

@@ -314,8 +314,9 @@ class Trainer:
         report, options = self.report, self.config.optimization
         count = sum(parameter.numel() for parameter in self.parameters)
         report.say(
-            f"{len(self.source)} samples; {self.total_steps} steps of {options.global_batch_size}, {self.steps_per_epoch} an "
-            f"epoch; ranks: {self.world.size} ({self.world.device.type}); parameters to train: {count / 1e6:.1f}M"
+            f"{len(self.source)} samples, {options.global_batch_size} a step, {self.steps_per_epoch} steps an epoch, "
+            f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
+            f"{count / 1e6:.1f}M"
         )
         for source in (self.source, self.held_out):
             problems: dict[str, int] = getattr(source, "problems", {})

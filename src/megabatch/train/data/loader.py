@@ -6,6 +6,7 @@ come back in order. What a batch holds depends on neither the number of workers 
 
 import contextlib
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,16 +66,18 @@ def batches(
     requests = _Requests(order, batch_size, rank, world_size, first_step, last_step)
     pieces_of_step = -(-batch_size // world_size // _PIECE)
     ahead = min(-(-pieces_of_step // max(1, workers)), _MOST_PIECES_AHEAD // max(1, workers))
-    loader: DataLoader[tuple[_Request, Piece]] = DataLoader(
-        _Pieces(source, prepare),
-        batch_size=None,
-        sampler=requests,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_start_worker,
-        prefetch_factor=max(2, ahead) if workers else None,
-        generator=torch.Generator(),  # or it draws a seed, which it has no use for, from the trainer's
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: the user's choice
+        loader: DataLoader[tuple[_Request, Piece]] = DataLoader(
+            _Pieces(source, prepare),
+            batch_size=None,
+            sampler=requests,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_start_worker,
+            prefetch_factor=max(2, ahead) if workers else None,
+            generator=torch.Generator(),  # or it draws a seed, which it has no use for, from the trainer's
+        )
     with _signals_blocked():
         replies = iter(loader)
     assembly: _Assembly | None = None

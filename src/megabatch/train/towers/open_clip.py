@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,8 @@ class OpenClipTowers(Towers):
                 name, pretrained=pretrained, precision="fp32", force_image_size=force_image_size, **options
             )
         except Exception as error:
-            raise ValueError(f"--model: open_clip cannot make {name!r}: {type(error).__name__}: {error}") from error
+            size = "" if force_image_size is None else f" for images of side {force_image_size}"
+            raise ValueError(f"--model: open_clip cannot make {name!r}{size}: {_said(error)}.") from error
         if not isinstance(self.clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
             raise ValueError(_not_two_towers(name, type(self.clip).__name__))
         self._check_tokenizer(name)
@@ -75,13 +77,16 @@ class OpenClipTowers(Towers):
         self.image_size = height
         if forced is None:
             return
+        patch, _ = getattr(self.clip.visual, "patch_size", (1, 1))
+        if forced % patch:
+            raise ValueError(f"--force-image-size: must be a multiple of {patch}, the patch of {name!r}, got {forced}.")
         training = self.clip.training
         try:
             with torch.no_grad():
                 self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
         except Exception as error:
             raise ValueError(
-                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {type(error).__name__}: {error}"
+                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {_said(error)}."
             ) from error
         self.clip.train(training)
 
@@ -128,12 +133,17 @@ class OpenClipTowers(Towers):
                 )
 
 
+def _said(error: Exception) -> str:
+    """On one line, to be followed by a full stop."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+
+
 def _import_open_clip() -> Any:
     try:
         import open_clip
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch that is not its own
         raise ImportError(
-            f"--model: open_clip must be importable, got {type(error).__name__}: {error}. "
+            f"--model: open_clip must be importable, got {_said(error)}. "
             "Run pip install 'megabatch[open_clip]', or take --model tiny or small, which need nothing."
         ) from error
     return open_clip
@@ -145,13 +155,16 @@ def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
             raise ValueError(
                 f"--pretrained: must be left out with --model {name}, whose weights lie beside it, got {pretrained!r}."
             )
+        place = Path(name.removeprefix("local-dir:"))
+        if name.startswith("local-dir:") and not (place / "open_clip_config.json").is_file():
+            raise ValueError(f"--model: local-dir: must be a folder with an open_clip_config.json, got {str(place)!r}.")
         return
     known = open_clip.list_models()
     if (plain := name.replace("/", "-")) not in known:
-        near = difflib.get_close_matches(plain, ["tiny", "small", *known], n=3) or known[:3]
+        near = difflib.get_close_matches(plain, ["tiny", "small", *known])
         raise ValueError(
             f"--model: must be tiny, small, a folder that exists or a model of open_clip, got {name!r}. "
-            f"The nearest: {', '.join(near)}."
+            + (f"The nearest: {', '.join(near)}." if near else "open_clip.list_models() names its own.")
         )
     if "multimodal_cfg" in open_clip.get_model_config(plain):
         raise ValueError(_not_two_towers(name, "CoCa"))
@@ -170,6 +183,6 @@ def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
     except Exception as error:
         raise ValueError(
             f"--model: the tokenizer of {name!r} must be at hand: open_clip looks for it on the Hugging Face hub, and "
-            f"got {type(error).__name__}: {error}. Run once with a network, or take a model with open_clip's own "
+            f"got {_said(error)}. Run once with a network, or take a model with open_clip's own "
             "tokenizer, such as ViT-B-32."
         ) from error

@@ -1,0 +1,1041 @@
+"""Where samples come from and how they become tensors: real files, hostile ones, ranks and workers."""
+
+import io
+import json
+import os
+import pickle
+import signal
+import struct
+import tarfile
+import time
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from megabatch.train.data import (
+    BadSample,
+    Batch,
+    ImageFolder,
+    Order,
+    Prepare,
+    Sample,
+    Shard,
+    Shards,
+    Source,
+    Table,
+    TextPairs,
+    batches,
+    loader,
+    open_source,
+    read_templates,
+)
+from megabatch.train.data.images import center_crop, decode, random_crop, to_tensor
+from megabatch.train.data.source import OpenFiles, Strings
+
+
+def picture(number: int, size: tuple[int, int] = (24, 16), mode: str = "RGB") -> Image.Image:
+    """A picture with something in every corner."""
+    random = Random(number)
+    image = Image.new("RGB", size)
+    for x in range(0, size[0], 4):
+        for y in range(0, size[1], 4):
+            image.paste((random.randrange(256), random.randrange(256), random.randrange(256)), (x, y, x + 4, y + 4))
+    return image.convert(mode)
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A small file that says it is large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+EXE = b"MZ\x90\x00" + bytes(200) + b"PE\0\0"
+
+
+def write_tar(path: Path, files: dict[str, bytes] | Sequence[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items() if isinstance(files, dict) else files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def shard_of(path: Path, numbers: range) -> Path:
+    files = [
+        file
+        for number in numbers
+        for file in (
+            (f"{number:05}.jpg", encoded(picture(number), "JPEG")),
+            (f"{number:05}.txt", f"caption {number}".encode()),
+        )
+    ]
+    return write_tar(path, files)
+
+
+def tokenize(texts: Sequence[str]) -> Tensor:
+    """Bytes, padded to 16."""
+    if not texts:
+        raise IndexError("a tokenizer that cannot do nothing")
+    return torch.tensor([list(text.encode()[:16].ljust(16, b"\0")) for text in texts], dtype=torch.int32)
+
+
+def texts_of(tokens: Tensor) -> list[str]:
+    return [bytes(row).rstrip(b"\0").decode() for row in tokens.tolist()]
+
+
+def make_prepare(**changes: Any) -> Prepare:
+    options: dict[str, Any] = {"image_size": 8, "channels": 3, "crop_scale": 0.5, "seed": 0}
+    options |= {"duplicates": "caption", "train": True} | changes
+    return Prepare(tokenize, **options)
+
+
+class Listed:
+    """A source of what is given."""
+
+    texts_only = False
+    has_negatives = False
+
+    def __init__(self, samples: Sequence[Sample | BadSample]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.samples[index]
+        if isinstance(sample, BadSample):
+            raise sample
+        return sample
+
+    def name(self, index: int) -> str:
+        return f"sample {index}"
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(0, len(self))]
+
+
+class Pictures(Listed):
+    """Pictures with captions, some of them bad."""
+
+    def __init__(self, count: int, bad: Sequence[int] = ()) -> None:
+        super().__init__(
+            [
+                BadSample("broken image") if i in bad else Sample(f"caption {i}", str(i), picture(i, (16, 12)))
+                for i in range(count)
+            ]
+        )
+
+
+def load(source: Source, prepare: Prepare | None = None, order: Order | None = None, **changes: Any) -> list[Batch]:
+    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 0, "first_step": 0}
+    options |= {"last_step": 3} | changes
+    return list(batches(source, prepare or make_prepare(), order or Order(source.shards, seed=0), **options))
+
+
+# Images
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_the_usual_formats_are_decoded(format: str) -> None:
+    image = decode(encoded(picture(1), format))
+    assert (image.mode, image.size) == ("RGB", (24, 16))
+    error = (to_tensor(image, 3).float() - to_tensor(picture(1), 3).float()).abs().mean()
+    assert error < (40 if format in ("JPEG", "WEBP", "GIF") else 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK"])
+def test_images_of_every_mode_become_grey_or_rgb(mode: str) -> None:
+    image = picture(1).convert("L").convert(mode) if mode in ("LA", "I;16") else picture(1).convert(mode)
+    image = decode(encoded(image, "JPEG" if mode == "CMYK" else "PNG"))
+    assert image.mode == ("L" if mode == "L" else "RGB")
+    assert to_tensor(image, 1).shape == (1, 16, 24)
+    assert to_tensor(image, 3).shape == (3, 16, 24)
+
+
+def test_a_palette_with_transparency_keeps_its_colours() -> None:
+    image = picture(1).quantize(8)
+    expected = to_tensor(image.convert("RGB"), 3)
+    assert to_tensor(decode(encoded(image, transparency=bytes(range(8)))), 3).equal(expected)
+
+
+HOSTILE = {
+    "empty": (b"", "not an image"),
+    "exe": (EXE, "not an image"),
+    "html": (b"<html>404</html>", "not an image"),
+    "tiff": (encoded(picture(1), "TIFF"), "not an image"),
+    "truncated jpeg": (encoded(picture(1, (200, 200)), "JPEG")[:-1000], "truncated image"),
+    "truncated png": (encoded(picture(1, (200, 200)))[:-1000], "truncated image"),
+    "truncated webp": (encoded(picture(1, (200, 200)), "WEBP")[:-500], None),
+    "truncated gif": (encoded(picture(1, (200, 200)), "GIF")[:-1000], None),
+    "truncated bmp": (encoded(picture(1, (200, 200)), "BMP")[:-1000], None),
+    "header of jpeg": (encoded(picture(1), "JPEG")[:20], None),
+    "bomb": (png_of_size(100_000, 100_000), "decompression bomb"),
+    "bomb that Pillow only warns of": (png_of_size(10_000, 10_000), "decompression bomb"),
+    "png with too little in it": (png_of_size(500, 500), "truncated image"),
+    "png without pixels": (png_of_size(0, 5), None),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_is_no_whole_image_is_a_bad_sample(case: str) -> None:
+    data, reason = HOSTILE[case]
+    with pytest.raises(BadSample, match=reason or "image"):
+        decode(data)
+
+
+def test_a_bomb_is_refused_before_its_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Image.Image) -> None:
+        raise AssertionError("pixels were decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    with pytest.raises(BadSample, match="bomb"):
+        decode(png_of_size(10_000, 10_000))
+
+
+def test_damaged_bytes_are_decoded_or_refused_but_nothing_else() -> None:
+    random = Random(0)
+    for format in ("JPEG", "PNG", "WEBP", "GIF", "BMP"):
+        data = encoded(picture(2, (40, 40)), format)
+        for _ in range(60):
+            damaged = bytearray(data)
+            for _ in range(random.randrange(1, 8)):
+                damaged[random.randrange(len(data))] = random.randrange(256)
+            try:
+                assert decode(bytes(damaged)).mode in ("L", "RGB")
+            except BadSample as bad:
+                assert "image" in str(bad) or "bomb" in str(bad)
+
+
+def test_decoding_leaves_no_warnings_behind_and_no_filters() -> None:
+    filters = list(warnings.filters)
+    decode(encoded(picture(1)))
+    assert warnings.filters == filters
+
+
+def test_large_jpegs_are_decoded_smaller_but_never_below_what_is_asked() -> None:
+    data = encoded(picture(1, (400, 320)), "JPEG")
+    assert decode(data).size == (400, 320)
+    assert decode(data, at_least=160).size == (200, 160)
+    assert decode(data, at_least=161).size == (400, 320)
+    assert decode(data, at_least=1).size == (50, 40)
+    assert decode(encoded(picture(1, (400, 320))), at_least=160).size == (400, 320)
+    near = to_tensor(center_crop(decode(data, at_least=160), 80), 3).float()
+    assert (near - to_tensor(center_crop(decode(data), 80), 3)).abs().mean() < 3
+
+
+def halves(size: tuple[int, int]) -> Image.Image:
+    """Black, with a white square in the middle as high as the image."""
+    image = Image.new("L", size)
+    side = min(size)
+    left, top = (size[0] - side) // 2, (size[1] - side) // 2
+    ImageDraw.Draw(image).rectangle((left, top, left + side - 1, top + side - 1), fill=255)
+    return image
+
+
+@pytest.mark.parametrize("size", [(64, 32), (32, 64), (32, 32), (96, 32)])
+def test_the_centre_crop_is_the_square_in_the_middle(size: tuple[int, int]) -> None:
+    crop = to_tensor(center_crop(halves(size), 16), 1)
+    assert crop.shape == (1, 16, 16)
+    assert crop[:, 2:-2, 2:-2].min() == 255
+
+
+def test_random_crops_keep_the_share_of_the_area_they_must() -> None:
+    boxes = []
+
+    class Spy(Image.Image):
+        def resize(self, size: Any, resample: Any = None, box: Any = None, **_: Any) -> Image.Image:  # type: ignore[override]
+            boxes.append(box)
+            return Image.new("L", size)
+
+    image = Spy()
+    image._size = (90, 80)
+    random = Random(0)
+    for _ in range(300):
+        random_crop(image, 8, 0.5, random)
+    shares = [(right - left) * (bottom - top) / (90 * 80) for left, top, right, bottom in boxes]
+    ratios = [(right - left) / (bottom - top) for left, top, right, bottom in boxes]
+    assert min(shares) > 0.49
+    assert min(shares) < 0.55
+    assert max(shares) > 0.9
+    assert min(ratios) == pytest.approx(3 / 4, abs=0.05)
+    assert max(ratios) == pytest.approx(4 / 3, abs=0.05)
+    assert all(0 <= left < right <= 90 and 0 <= top < bottom <= 80 for left, top, right, bottom in boxes)
+    assert len({box[:2] for box in boxes}) > 50
+    for scale in (0.01, 0.9):
+        random_crop(image, 8, scale, Random(1))
+
+
+def test_a_random_crop_of_all_is_the_crop_of_evaluation() -> None:
+    image = picture(3, (40, 24))
+    assert to_tensor(random_crop(image, 8, 1.0, Random(0)), 3).equal(to_tensor(center_crop(image, 8), 3))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 500), (500, 1), (3, 200)])
+def test_images_of_any_shape_can_be_cropped(size: tuple[int, int]) -> None:
+    image = picture(3, size)
+    assert random_crop(image, 8, 0.9, Random(0)).size == (8, 8)
+    assert center_crop(image, 8).size == (8, 8)
+
+
+def test_pixels_come_in_the_order_of_channel_row_column() -> None:
+    image = Image.new("RGB", (3, 2))
+    image.putpixel((2, 1), (10, 20, 30))
+    tensor = to_tensor(image, 3)
+    assert tensor.dtype == torch.uint8
+    assert tensor[:, 1, 2].tolist() == [10, 20, 30]
+    assert tensor.sum() == 60
+
+
+# What sources share
+
+
+def test_strings_give_back_what_they_were_given() -> None:
+    texts = ["", "a", "höher", "", "日本", "\ud800"]
+    strings = pickle.loads(pickle.dumps(Strings(texts)))
+    assert [strings[i] for i in range(len(strings))] == texts
+
+
+def test_few_files_are_kept_open_and_a_copy_opens_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenFiles, "MOST", 3)
+    for number in range(8):
+        (tmp_path / str(number)).write_text(f"file {number}")
+    before = len(os.listdir("/proc/self/fd"))
+    files = OpenFiles()
+    for number in (*range(8), 7, 0, 3):
+        assert files.read(tmp_path / str(number), 5, 1) == str(number).encode()
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+    copy = pickle.loads(pickle.dumps(files))
+    assert copy.read(tmp_path / "5", 0, 6) == b"file 5"
+    del files, copy
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Tables
+
+
+def write_images(folder: Path, *names: str) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encoded(picture(number), "JPEG"))
+
+
+def test_a_table_gives_images_and_captions(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg", "sub/b.jpg", "c.jpg")
+    (tmp_path / "t.csv").write_text(
+        "﻿id,caption,path\n"
+        'x,"a dog, a ""good"" one",a.jpg\n'
+        "\n"
+        'y,"two\nlines",sub/b.jpg\n' + f"z,5\" pipe,{tmp_path / 'c.jpg'}\n",
+        encoding="utf-8",
+    )
+    table = open_source(str(tmp_path / "t.csv"), separator=",", image_key="path", caption_key="caption")
+    assert [table[i].text for i in range(len(table))] == ['a dog, a "good" one', "two\nlines", '5" pipe']
+    assert table.name(1) == str(tmp_path / "sub/b.jpg")
+    for number in range(3):
+        image = table[number].image
+        assert image is not None
+        assert to_tensor(image, 3).equal(to_tensor(decode(encoded(picture(number), "JPEG")), 3))
+    assert len({table[i].image_key for i in range(3)}) == 3
+    assert table.shards == [Shard(0, 3)]
+
+
+def test_the_same_image_under_two_names_has_one_key(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg")
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes())
+    (tmp_path / "t.tsv").write_text("filepath\ttitle\na.jpg\tone\nb.jpg\ttwo\n")
+    table = Table(tmp_path / "t.tsv")
+    assert table[0].image_key == table[1].image_key
+
+
+def test_relative_paths_start_at_the_table_or_else_at_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path, "here/images/a.jpg", "there/images/b.jpg", "here/images/c.jpg", "there/images/c.jpg")
+    monkeypatch.chdir(tmp_path / "here")
+    table = tmp_path / "there" / "t.tsv"
+    table.write_text("filepath\ttitle\nimages/missing.jpg\tone\nimages/a.jpg\tone\n")
+    assert Table(table).name(1) == str(tmp_path / "here/images/a.jpg")
+    table.write_text("filepath\ttitle\nimages/b.jpg\tone\n")
+    assert Table(table).name(0) == str(tmp_path / "there/images/b.jpg")
+    table.write_text("filepath\ttitle\nimages/c.jpg\tone\n")
+    with pytest.raises(ValueError, match=r"images/c.jpg' is ambiguous.*there/images/c.jpg and .*here/images/c.jpg"):
+        Table(table)
+
+
+def test_bad_images_of_a_table_are_bad_samples(tmp_path: Path) -> None:
+    write_images(tmp_path, "good.jpg")
+    (tmp_path / "exe.jpg").write_bytes(EXE)
+    (tmp_path / "folder.jpg").mkdir()
+    rows = ["good.jpg", "exe.jpg", "folder.jpg", "missing.jpg", "good.jpg/x", ""]
+    (tmp_path / "t.tsv").write_text("filepath\ttitle\n" + "".join(f"{row}\tx\n" for row in rows))
+    (batch,) = load(Table(tmp_path / "t.tsv"), batch_size=6, last_step=1)
+    assert len(batch.ids) == 1
+    assert {Path(name).name: reason for name, reason in batch.bad} == {
+        "exe.jpg": "not an image",
+        "folder.jpg": "not an image",
+        "missing.jpg": "no such file",
+        "x": "no such file",
+        tmp_path.name: "no such file",
+    }
+
+
+TABLES = {
+    "empty": ("", "line of column names, is empty"),
+    "no rows": ("filepath\ttitle\n", "rows below its header"),
+    "no image column": ("file\ttitle\nx\ty\n", r"column 'filepath' \(--csv-img-key\).*Perhaps --csv-img-key file is"),
+    "no caption column": ("filepath\tTitle\tx\na\tb\tc\n", r"'title' \(--csv-caption-key\).*--csv-caption-key Title"),
+    "commas": ("filepath,title\na,b\n", r"one column, 'filepath,title': --csv-separator may not be '\\t'"),
+    "column twice": ("filepath\ttitle\ttitle\na\tb\tc\n", "one column 'title', has 2"),
+    "too few fields": ("filepath\ttitle\na\tb\n\nc\n", "line 4 must have 2 fields.*got 1"),
+    "too many fields": ("filepath\ttitle\na\tb\tc\n", "line 2 must have 2 fields.*got 3"),
+    "open quote": ('filepath\ttitle\na\t"b\nc\td\n', "line 3 must be quoted"),
+    "text after quote": ('filepath\ttitle\na\t"b" said c\n', "line 2 must be quoted"),
+    "no file at all": ("filepath\ttitle\na\tb\nc\td\n", "none of its first 2 is there, such as 'a'"),
+    "latin-1": (b"filepath\ttitle\na\t\xe4\n", "must be UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_malformed_table_is_refused_with_the_place(tmp_path: Path, case: str) -> None:
+    content, message = TABLES[case]
+    (tmp_path / "t.tsv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message) as error:
+        Table(tmp_path / "t.tsv")
+    assert str(tmp_path / "t.tsv") in str(error.value)
+
+
+def test_the_separator_is_one_character_and_may_be_written_as_a_shell_would(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg")
+    (tmp_path / "t.tsv").write_text("filepath\ttitle\na.jpg\tx\n")
+    assert Table(tmp_path / "t.tsv", separator="\\t")[0].text == "x"
+    with pytest.raises(ValueError, match=r"--csv-separator: must be one character, got '\|\|'"):
+        Table(tmp_path / "t.tsv", separator="||")
+
+
+# Text pairs
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_text_pairs_come_in_both_dialects(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        {"query": "q0", "positive": "p0", "negatives": ["n0", "n1"], "score": 3},
+        "",
+        {"query": "q1", "pos": ["p1", "other"], "neg": ["n2"], "pos_scores": [1, 2], "prompt": "x"},
+        {"query": "q2", "positive": "ü"},
+        {"query": "q3", "pos": ["p3"], "neg": None},
+    )
+    source = pickle.loads(pickle.dumps(open_source(str(path))))
+    samples = [source[i] for i in range(len(source))]
+    assert [(s.query, s.text, s.negatives) for s in samples] == [
+        ("q0", "p0", ("n0", "n1")),
+        ("q1", "p1", ("n2",)),
+        ("q2", "ü", ()),
+        ("q3", "p3", ()),
+    ]
+    assert all(sample.image is None and sample.image_key == sample.query for sample in samples)
+    assert source.texts_only
+    assert source.has_negatives
+    assert source.name(1) == f"{path}: line 3"
+
+
+def test_a_source_knows_whether_any_pair_has_negatives(tmp_path: Path) -> None:
+    assert not TextPairs(write_lines(tmp_path / "a", {"query": "q", "positive": "p", "negatives": []})).has_negatives
+
+
+LINES = {
+    "no json": ("nonsense", "must be a JSON object, got b'nonsense"),
+    "array": ([1], r"must be a JSON object, got \[1\]"),
+    "no query": ({"positive": "p"}, "query must be a text, got nothing"),
+    "number": ({"query": 5, "positive": "p"}, "query must be a text, got 5"),
+    "no positive": ({"query": "q"}, "positive must be a text, got nothing"),
+    "list": ({"query": "q", "positive": ["p"]}, r"positive must be a text, got \[\"p\"\]"),
+    "no pos": ({"query": "q", "pos": []}, "pos must have at least one text"),
+    "pos is text": ({"query": "q", "pos": "p"}, 'pos must be a list of texts, got "p"'),
+    "negatives are numbers": ({"query": "q", "positive": "p", "negatives": [1]}, "negatives must be a list of texts"),
+    "negative": ({"query": "q", "positive": "p", "negative": "n"}, "must call its texts.*got 'negative'"),
+    "both": ({"query": "q", "positive": "p", "neg": ["n"]}, "either positive and negatives, or pos and neg"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_malformed_line_is_refused_when_the_file_is_opened(tmp_path: Path, case: str) -> None:
+    line, message = LINES[case]
+    path = write_lines(tmp_path / "p.jsonl", {"query": "q", "positive": "p"}, line)
+    with pytest.raises(ValueError, match=f"p.jsonl: line 2.*{message}"):
+        TextPairs(path)
+
+
+def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="p.jsonl: must have a JSON object per line"):
+        TextPairs(write_lines(tmp_path / "p.jsonl", ""))
+
+
+# Shards
+
+
+def test_shards_give_images_and_captions(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    long_name = "deep/" * 30 + "long"
+    write_tar(
+        tmp_path / "00.tar",
+        {
+            "a.jpg": image,
+            "a.txt": b"text of a",
+            "a.json": b'{"caption": "not this"}',
+            "sub/b.PNG": image,
+            "sub/b.json": b'{"caption": "text of b", "url": "x"}',
+            f"{long_name}.webp": image,
+            f"{long_name}.txt": "größer".encode(),
+        },
+    )
+    shard_of(tmp_path / "01.tar", range(3))
+    source = pickle.loads(pickle.dumps(open_source(str(tmp_path / "{00..01}.tar"))))
+    assert [source[i].text for i in range(len(source))] == [
+        *("text of a", "text of b", "größer", "caption 0", "caption 1", "caption 2")
+    ]
+    assert source.name(1) == f"{tmp_path / '00.tar'}: sub/b"
+    assert source.name(3) == f"{tmp_path / '01.tar'}: 00000"
+    assert source[0].image_key == source[1].image_key != source[4].image_key
+    assert to_tensor(source[1].image, 3).equal(to_tensor(picture(0), 3))
+    assert source.shards == [Shard(0, 3), Shard(3, 6)]
+    assert not source.problems
+
+
+def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    with webdataset.TarWriter(str(tmp_path / "0.tar")) as tar:
+        for number in range(5):
+            image = encoded(picture(number), "JPEG")
+            tar.write({"__key__": f"{number:09}", "jpg": image, "json": {"caption": f"{number}"}, "txt": f"t{number}"})
+    source = Shards(str(tmp_path / "0.tar"))
+    assert [source[i].text for i in range(5)] == [f"t{number}" for number in range(5)]
+    for number in range(5):
+        image = source[number].image
+        assert image is not None
+        assert to_tensor(image, 3).equal(to_tensor(decode(encoded(picture(number), "JPEG")), 3))
+
+
+def test_files_of_a_sample_need_not_be_neighbours_and_a_key_may_come_again(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    path = write_tar(
+        tmp_path / "0.tar",
+        [("a.png", image), ("b.png", image), ("b.txt", b"b"), ("a.txt", b"a"), ("a.png", image), ("a.txt", b"a again")],
+    )
+    source = Shards(str(path))
+    assert [source[i].text for i in range(len(source))] == ["a", "b", "a again"]
+
+
+def test_keys_without_image_or_caption_are_counted(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    files = {"a.jpg": image, "b.txt": b"b", "c.jpg": image, "c.txt": b"c", "d.json": b"{}", "._c.jpg": b"", "README": b""}
+    source = open_source(str(write_tar(tmp_path / "0.tar", files)), limit=5)
+    assert len(source) == 1
+    assert source[0].text == "c"
+    assert source.problems == {"no image": 2, "no caption": 1}  # type: ignore[attr-defined]
+
+
+def test_bad_samples_of_a_shard_are_skipped_and_named(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    files = {
+        "a.jpg": EXE,
+        "a.txt": b"a",
+        "b.jpg": image,
+        "b.txt": b"\xff",
+        "c.jpg": image,
+        "c.json": b'{"caption": null}',
+        "d.jpg": image,
+        "d.json": b"[]",
+        "e.jpg": image,
+        "e.txt": b" \n",
+        "f.jpg": png_of_size(100_000, 100_000),
+        "f.txt": b"f",
+        "g.jpg": image[:-30],
+        "g.txt": b"g",
+        "h.jpg": image,
+        "h.txt": b"h",
+    }
+    path = write_tar(tmp_path / "0.tar", files)
+    (batch,) = load(Shards(str(path)), last_step=1)
+    assert texts_of(batch.second) == ["h"]
+    assert dict(batch.bad) == {
+        f"{path}: a": "not an image",
+        f"{path}: b": "caption is not UTF-8",
+        f"{path}: c": "no caption in json",
+        f"{path}: d": "json is not an object",
+        f"{path}: e": "empty caption",
+        f"{path}: f": "decompression bomb",
+        f"{path}: g": "truncated image",
+    }
+
+
+def test_sources_are_mixed_by_their_factors(tmp_path: Path) -> None:
+    shard_of(tmp_path / "a0.tar", range(2))
+    shard_of(tmp_path / "a1.tar", range(2, 4))
+    shard_of(tmp_path / "b.tar", range(4, 9))
+    what = f"{tmp_path}/a{{0..1}}.tar::{tmp_path}/b.tar"
+    assert [shard.weight for shard in open_source(what).shards] == [1, 1, 1]
+    source = open_source(what, resampled=True, factors="1::2.5")
+    assert [(shard.start, shard.stop, shard.weight) for shard in source.shards] == [(0, 2, 1), (2, 4, 1), (4, 9, 2.5)]
+    for factors, message in [("1", "got 1 for 2"), ("1::2::3", "got 3 for 2"), ("1::x", "got '1::x'")]:
+        with pytest.raises(ValueError, match=f"--train-data-upsampling-factors: must .*{message}"):
+            open_source(what, resampled=True, factors=factors)
+
+
+def test_a_shard_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
+    whole = shard_of(tmp_path / "0.tar", range(20)).read_bytes()
+    with tarfile.open(tmp_path / "0.tar") as tar:
+        members = tar.getmembers()
+    damaged = bytearray(whole)
+    damaged[members[10].offset] ^= 1
+    cases = {
+        "in data": whole[: members[11].offset_data + 5],
+        "in header": whole[: members[10].offset + 100],
+        "between": whole[: members[10].offset],
+        "damaged": bytes(damaged),
+        "empty": b"",
+        "no tar": b"hello" * 1000,
+    }
+    for data in cases.values():
+        (tmp_path / "1.tar").write_bytes(data)
+        with pytest.raises(ValueError, match=r"1\.tar: must be a whole, uncompressed tar"):
+            Shards(str(tmp_path / "{0..1}.tar"))
+
+
+def test_shards_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
+    shard_of(tmp_path / "0.tar", range(2))
+    for what, message in {
+        f"{tmp_path}/{{0..3}}.tar": r"1\.tar: must be a file, but 3 of 4 shards are not",
+        f"{tmp_path}/*.tar": "Stars are not expanded",
+        f"{tmp_path}/0.tar::": "before and after each ::",
+        f"{tmp_path}/{{0..1.tar": "closing brace",
+        f"{tmp_path}/0.tar.gz": "must not be compressed.*Unpack it",
+        "pipe:aws s3 cp s3://bucket/0.tar -": "must be a local file. Copy",
+        "s3://bucket/{0..9}.tar": "must be a local file. Copy",
+        "https://host/0.tar": "must be a local file. Copy",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            open_source(what, kind="webdataset")
+    with pytest.raises(ValueError, match="It is a folder: name its shards"):
+        open_source(str(tmp_path), kind="webdataset")
+    write_tar(tmp_path / "1.tar", {"a.jpg": b""})
+    with pytest.raises(ValueError, match="holds none.*'no caption': 1"):
+        Shards(str(tmp_path / "1.tar"))
+
+
+# Choosing
+
+
+def test_a_source_is_chosen_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.parquet: must be icons, or end in .csv.*--dataset-type webdataset or csv"):
+        open_source("data.parquet")
+    with pytest.raises(ValueError, match="--dataset-type: must be auto or one of webdataset.*got 'synthetic'"):
+        open_source("x", kind="synthetic")
+    write_images(tmp_path, "a.jpg")
+    (tmp_path / "table.txt").write_text("filepath\ttitle\na.jpg\tx\n")
+    assert isinstance(open_source(str(tmp_path / "table.txt"), kind="csv"), Table)
+
+
+def test_options_of_shards_are_refused_elsewhere(tmp_path: Path) -> None:
+    pairs = str(write_lines(tmp_path / "p.jsonl", {"query": "q", "positive": "p"}))
+    with pytest.raises(ValueError, match="--dataset-resampled: must come with tar shards.*jsonl"):
+        open_source(pairs, resampled=True)
+    shard_of(tmp_path / "0.tar", range(2))
+    with pytest.raises(ValueError, match="--train-data-upsampling-factors: must come with --dataset-resampled"):
+        open_source(str(tmp_path / "0.tar"), factors="1")
+
+
+def test_a_limit_takes_the_first_samples(tmp_path: Path) -> None:
+    for number in range(3):
+        shard_of(tmp_path / f"{number}.tar", range(4 * number, 4 * number + 4))
+    source = open_source(str(tmp_path / "{0..2}.tar"), limit=6)
+    assert len(source) == 6
+    assert source.shards == [Shard(0, 4), Shard(4, 6)]
+    assert source.name(5).endswith("1.tar: 00005")
+    assert source[5].text == "caption 5"
+    assert len(open_source(str(tmp_path / "{0..2}.tar"), limit=99)) == 12
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        open_source(str(tmp_path / "0.tar"), limit=0)
+
+
+def test_icons_are_a_source_in_two_parts() -> None:
+    train, held_out = open_source("icons"), open_source("icons", held_out=True, limit=10)
+    assert len(train) > 10_000
+    assert len(held_out) == 10
+    assert held_out[0].image is not None
+
+
+# Labelled images
+
+
+def test_an_image_folder_has_classes_in_order(tmp_path: Path) -> None:
+    write_images(tmp_path, "b_c/1.jpg", "a/2.JPEG", "a/1.png", "a/notes.txt", ".hidden/x.jpg")
+    folder = ImageFolder(tmp_path)
+    assert folder.classnames == ["a", "b c"]
+    assert [(Path(folder.name(i)).name, folder[i].label) for i in range(len(folder))] == [
+        *(("1.png", 0), ("2.JPEG", 0), ("1.jpg", 1))
+    ]
+    assert all(template.count("{}") == 1 for template in folder.templates)
+    (batch,) = load(folder, make_prepare(train=False), Order(folder.shards, seed=0, shuffle=False), batch_size=3)
+    assert batch.ids.tolist() == [0, 0, 1]
+
+
+def test_class_names_and_templates_can_be_given(tmp_path: Path) -> None:
+    write_images(tmp_path, "data/n01/x.jpg", "data/n02/x.jpg")
+    names, templates = tmp_path / "names", tmp_path / "templates"
+    names.write_text("n02\tgreat white shark\nn03\tnot here\nn01\tgoldfish\n")
+    templates.write_text("a {}.\n\nno {} at all\n")
+    folder = ImageFolder(tmp_path / "data", names, templates)
+    assert folder.classnames == ["goldfish", "great white shark"]
+    assert folder.templates == read_templates(templates) == ["a {}.", "no {} at all"]
+    names.write_text("tench\ngoldfish, a\n")
+    assert ImageFolder(tmp_path / "data", names).classnames == ["tench", "goldfish, a"]
+    for content, message in {
+        "one\n": "got 1 names for 2 folders",
+        "n01\ta\n": "lacks 1 such as 'n02'",
+        "n01\ta\nn02\n": "line 2 must be 'folder<TAB>name'",
+        "n01\ta\nn01\tb\n": "line 2 must not name 'n01' again",
+        "": "at least one line",
+    }.items():
+        names.write_text(content)
+        with pytest.raises(ValueError, match=f"--classnames .*{message}"):
+            ImageFolder(tmp_path / "data", names)
+    for content in ("a photo\n", "{} {}\n"):
+        templates.write_text("a {}\n" + content)
+        with pytest.raises(ValueError, match=r"--templates .*line 2 must contain \{\} once"):
+            read_templates(templates)
+
+
+def test_a_folder_without_classes_or_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--zeroshot-data .*must have a folder per class"):
+        ImageFolder(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="a: must have images"):
+        ImageFolder(tmp_path)
+    with pytest.raises(ValueError, match="nowhere: must be a folder"):
+        ImageFolder(tmp_path / "nowhere")
+
+
+# Samples made tensors
+
+
+def test_crops_depend_on_seed_pass_and_sample_alone() -> None:
+    source = Listed([Sample("x", "x", picture(7, (32, 32)))] * 4)
+    piece = make_prepare()(source, [0, 0, 1, 0], [2, 1, 2, 2])
+    assert piece.first.shape == (4, 3, 8, 8)
+    assert piece.first.dtype == torch.uint8
+    assert piece.first[0].equal(piece.first[3])
+    assert not piece.first[0].equal(piece.first[1])
+    assert not piece.first[0].equal(piece.first[2])
+    assert piece.first[2:3].equal(make_prepare()(source, [1], [2]).first)
+    assert not piece.first[2:3].equal(make_prepare(seed=1)(source, [1], [2]).first)
+
+
+def test_evaluation_draws_nothing() -> None:
+    image = picture(7, (32, 20))
+    piece = make_prepare(train=False)(Listed([Sample("x", "x", image)]), [3], [0])
+    assert piece.first[0].equal(to_tensor(center_crop(image, 8), 3))
+
+
+def test_grey_towers_get_one_channel() -> None:
+    assert make_prepare(channels=1)(Pictures(2), [0, 0], [0, 1]).first.shape == (2, 1, 8, 8)
+
+
+def test_ids_are_shared_by_what_is_a_duplicate() -> None:
+    image = picture(0)
+    source = Listed([Sample("a", "x", image), Sample("a", "y", image), Sample("b", "x", image)])
+    by_caption = make_prepare()(source, [0, 0, 1], [0, 1, 2]).ids.tolist()
+    by_image = make_prepare(duplicates="image")(source, [0, 0, 1], [0, 1, 2]).ids.tolist()
+    assert by_caption[0] == by_caption[1] != by_caption[2]
+    assert by_image[0] == by_image[2] != by_image[1]
+    assert min(by_caption + by_image) >= 0
+    assert by_caption[0] == 8165759374931043526  # in every process, and every version
+
+
+def test_negatives_share_ids_with_positives_of_the_same_text(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        {"query": "q0", "positive": "p0", "negatives": ["p1", "n"]},
+        {"query": "q1", "positive": "p1"},
+        {"query": "p1", "positive": "p0", "negatives": ["n"]},
+        {"query": "q3", "positive": " "},
+        {"query": "q4", "positive": "p", "negatives": [""]},
+        {"query": "q5", "positive": "\ud800"},
+    )
+    source = TextPairs(path)
+    piece = make_prepare()(source, [0] * 6, range(6))
+    assert texts_of(piece.first) == ["q0", "q1", "p1"]
+    assert texts_of(piece.second) == ["p0", "p1", "p0"]
+    assert piece.negatives is not None
+    assert piece.negative_ids is not None
+    assert texts_of(piece.negatives) == ["p1", "n", "n"]
+    assert piece.negative_ids[0] == piece.ids[1]
+    assert piece.negative_ids[1] == piece.negative_ids[2]
+    assert len({*piece.ids.tolist(), *piece.negative_ids.tolist()}) == 3
+    assert [reason for _, reason in piece.bad] == ["empty text", "empty text", "text is not valid Unicode"]
+    assert piece.bad[0][0] == f"{path}: line 4"
+    by_query = make_prepare(duplicates="image")(source, [0] * 3, range(3))
+    assert by_query.negative_ids is not None
+    assert not {*by_query.ids.tolist()} & {*by_query.negative_ids.tolist()}
+
+
+def test_texts_are_tokenised_in_one_call(tmp_path: Path) -> None:
+    calls = []
+
+    def tokenizer(texts: Sequence[str]) -> Tensor:
+        calls.append(len(texts))
+        return tokenize(texts)
+
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": ["n"]} for i in range(5)]
+    Prepare(tokenizer, 8, 3, 1.0, 0, "caption", True)(
+        TextPairs(write_lines(tmp_path / "p.jsonl", *lines)), [0] * 5, range(5)
+    )
+    assert calls == [15]
+
+
+def test_a_piece_of_bad_samples_has_no_rows_but_its_shapes(tmp_path: Path) -> None:
+    piece = make_prepare()(Pictures(3, bad=range(3)), [0] * 3, range(3))
+    assert (piece.first.shape, piece.second.shape, piece.ids.shape) == ((0, 3, 8, 8), (0, 16), (0,))
+    assert (piece.first.dtype, piece.second.dtype, piece.ids.dtype) == (torch.uint8, torch.int32, torch.int64)
+    assert piece.negatives is None
+    assert len(piece.bad) == 3
+
+
+# Batches
+
+
+def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
+    assert [batch.step for batch in ours] == [batch.step for batch in others]
+    for mine, other in zip(ours, others, strict=True):
+        assert mine.first.equal(other.first)
+        assert mine.second.equal(other.second)
+        assert mine.ids.equal(other.ids)
+        assert mine.bad == other.bad
+        for name in ("negatives", "negative_ids"):
+            left, right = getattr(mine, name), getattr(other, name)
+            assert (left is None) == (right is None)
+            assert left is None or left.equal(right)
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """The parts of all ranks, as one."""
+    tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "ids")]
+    return Batch(parts[0].step, *tensors, None, None, [bad for part in parts for bad in part.bad])
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_PIECE", 5)
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 3), (2, 0), (3, 2), (13, 0)])
+@pytest.mark.usefixtures("small_pieces")
+def test_any_number_of_ranks_and_workers_gives_the_same_batches(world_size: int, workers: int) -> None:
+    source = Pictures(20, bad=[3, 11])
+    whole = load(source, batch_size=12, last_step=4)
+    options = {"batch_size": 12, "last_step": 4, "world_size": world_size, "workers": workers}
+    ranks = [load(source, rank=rank, **options) for rank in range(world_size)]
+    assert_same([joined(parts) for parts in zip(*ranks, strict=True)], whole)
+    assert [len(batch.ids) + len(batch.bad) for batch in whole] == [12] * 4
+    assert {name for batch in whole for name, _ in batch.bad} == {"sample 3", "sample 11"}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_all_sources_give_the_same_in_workers(tmp_path: Path) -> None:
+    shard_of(tmp_path / "0.tar", range(6))
+    shard_of(tmp_path / "1.tar", range(6, 13))
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": ["n"] * (i % 3)} for i in range(13)]
+    write_lines(tmp_path / "p.jsonl", *lines)
+    for name in ("{0..1}.tar", "p.jsonl"):
+        source = open_source(str(tmp_path / name))
+        source[0]  # files are open before the fork
+        assert_same(load(source, workers=2), load(source))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_resuming_equals_going_on() -> None:
+    source = Pictures(20, bad=[4])
+    assert_same(load(source, first_step=4, last_step=7), load(source, last_step=7)[4:])
+    assert_same(load(source, first_step=4, last_step=7, workers=2), load(source, last_step=7)[4:])
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_batch_larger_than_the_set_repeats_samples_with_other_crops() -> None:
+    source = Pictures(6)
+    (batch,) = load(source, batch_size=18, last_step=1)
+    assert len(batch.ids) == 18
+    assert len(batch.ids.unique()) == 6
+    assert len({bytes(image.flatten().tolist()) for image in batch.first}) > 12
+
+
+def test_images_ids_and_tokens_of_a_row_belong_together() -> None:
+    source = Pictures(30, bad=[2])
+    prepare = make_prepare(train=False)
+    for batch in load(source, prepare, workers=2):
+        for row, text in enumerate(texts_of(batch.second)):
+            number = int(text.split()[1])
+            expected = prepare(source, [0], [number])
+            assert batch.first[row].equal(expected.first[0])
+            assert batch.ids[row] == expected.ids[0]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_negatives_of_all_pieces_are_joined(tmp_path: Path) -> None:
+    lines = [{"query": f"q{i}", "positive": f"p{i}", "negatives": [f"n{i}"] * (i % 3)} for i in range(13)]
+    source = TextPairs(write_lines(tmp_path / "p.jsonl", *lines))
+    (batch,) = load(source, order=Order(source.shards, seed=0, shuffle=False), batch_size=13, last_step=1)
+    assert batch.negatives is not None
+    assert batch.negative_ids is not None
+    assert texts_of(batch.negatives) == [f"n{i}" for i in range(13) for _ in range(i % 3)]
+    assert len(batch.negative_ids) == len(batch.negatives)
+    assert texts_of(batch.first) == [f"q{i}" for i in range(13)]
+
+
+def test_evaluation_ends_with_a_partial_batch() -> None:
+    source = Pictures(20)
+    order = Order(source.shards, seed=0, shuffle=False)
+    parts = [load(source, order=order, rank=r, world_size=3, last_step=None) for r in range(3)]
+    assert [[len(batch.ids) for batch in part] for part in parts] == [[2, 2, 1], [3, 3, 1], [3, 3, 2]]
+    rows = [text for step in zip(*parts, strict=True) for batch in step for text in texts_of(batch.second)]
+    assert rows == [f"caption {i}" for i in range(20)]
+
+
+def test_a_rank_without_rows_still_has_a_batch() -> None:
+    parts = [load(Pictures(5), batch_size=2, rank=r, world_size=3, last_step=2) for r in range(3)]
+    assert [[tuple(batch.first.shape) for batch in part] for part in parts] == [
+        *([(0, 3, 8, 8)] * 2, [(1, 3, 8, 8)] * 2, [(1, 3, 8, 8)] * 2)
+    ]
+
+
+def test_tokens_of_different_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_PIECE", 1)
+
+    def ragged(texts: Sequence[str]) -> Tensor:
+        return torch.zeros(len(texts), max(map(len, texts)))
+
+    with pytest.raises(ValueError, match=r"tokenizer: must make all texts the same length, got \(\d+,\) and \(\d+,\)"):
+        load(Pictures(20), Prepare(ragged, 8, 3, 1.0, 0, "caption", True))
+
+
+def test_loading_draws_nothing_from_the_trainers_generator() -> None:
+    before = torch.get_rng_state()
+    load(Pictures(5), workers=1)
+    load(Pictures(5))
+    assert torch.get_rng_state().equal(before)
+
+
+class Reporting(Pictures):
+    """Says in its caption who reads it."""
+
+    def __getitem__(self, index: int) -> Sample:
+        ignored = all(signal.getsignal(each) == signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM))
+        return Sample(f"{os.getpid()} {torch.get_num_threads()} {ignored}", "", picture(index))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_workers_share_a_step_with_one_thread_each_and_leave_signals_to_the_trainer() -> None:
+    (batch,) = load(Reporting(64), batch_size=64, last_step=1, workers=2)
+    pids, threads, ignored = zip(*(text.split() for text in texts_of(batch.second)), strict=True)
+    assert len(set(pids)) == 2
+    assert str(os.getpid()) not in pids
+    assert set(threads) == {"1"}
+    assert set(ignored) == {"True"}
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def endless(**changes: Any) -> Iterator[Batch]:
+    source = Pictures(50)
+    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 2, "first_step": 0}
+    return batches(source, make_prepare(), Order(source.shards, seed=0), **(options | {"last_step": None} | changes))
+
+
+def test_workers_end_when_the_iterator_is_closed_or_dropped() -> None:
+    before = children()
+    for end in ("close", "drop"):
+        iterator = endless()
+        next(iterator)
+        assert len(children() - before) == 2
+        started = time.monotonic()
+        if end == "close":
+            iterator.close()  # type: ignore[attr-defined]
+        else:
+            del iterator
+        assert children() == before
+        assert time.monotonic() - started < 4
+
+
+def test_signals_to_the_group_leave_workers_at_work() -> None:
+    before = children()
+    iterator = endless()
+    next(iterator)
+    workers = children() - before
+    for pid in workers:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    for _ in range(20):
+        next(iterator)
+    assert children() - before == workers
+
+
+def test_the_trainer_still_gets_its_signals() -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    iterator = endless()
+    next(iterator)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+
+class Deadly(Pictures):
+    def __getitem__(self, index: int) -> Sample:
+        os._exit(3)
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
+        load(Deadly(8), workers=1)
+
+
+class Faulty(Pictures):
+    def __getitem__(self, index: int) -> Sample:
+        raise OSError("disk on fire")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_that_is_no_property_of_the_sample_is_not_skipped(workers: int) -> None:
+    with pytest.raises(OSError, match="disk on fire"):
+        load(Faulty(8), workers=workers)
+
+
+def test_everything_that_goes_to_a_worker_can_be_pickled(tmp_path: Path) -> None:
+    shard_of(tmp_path / "0.tar", range(3))
+    source = Shards(str(tmp_path / "0.tar"))
+    source[0]
+    source, prepare = pickle.loads(pickle.dumps((source, make_prepare())))
+    assert len(prepare(source, [0] * 3, range(3)).ids) == 3
