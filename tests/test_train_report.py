@@ -237,6 +237,12 @@ def test_time_left_is_the_time_that_steps_took_so_far(tmp_path, monkeypatch):
     assert screen.text.rstrip().endswith("120/1000 0:00:40 0:29:20 left")
 
 
+def test_the_bar_of_a_resumed_run_begins_where_it_was(tmp_path):
+    screen = Screen(terminal=True)
+    make(tmp_path, console=screen, total_steps=1000, first_step=100).close()
+    assert " 100/1000 " in screen.text
+
+
 def test_with_a_bar_the_lines_of_steps_are_in_the_log_alone(tmp_path):
     screen = Screen(terminal=True)
     with make(tmp_path, console=screen) as report:
@@ -343,9 +349,19 @@ def test_tensorboard_has_every_value_of_every_step(tmp_path):
     with make(tmp_path, tensorboard=True) as report:
         report.step(1, {"train/loss": 0.5, "train/lr": 0.25})
         report.step(2, {"train/loss": 0.125})
-        assert scalars(tmp_path)["train/loss"] == [(1, 0.5), (2, 0.125)]  # not only once it is closed
         report.validation(2, {"val/loss": 2.0})
     assert scalars(tmp_path) == {"train/loss": [(1, 0.5), (2, 0.125)], "train/lr": [(1, 0.25)], "val/loss": [(2, 2.0)]}
+
+
+def test_tensorboard_has_a_step_as_soon_as_it_is_done(tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    flushed = []
+    flush = SummaryWriter.flush
+    monkeypatch.setattr(SummaryWriter, "flush", lambda writer: (flush(writer), flushed.append(scalars(tmp_path))))
+    with make(tmp_path, tensorboard=True) as report:
+        report.step(1, {"train/loss": 0.5})
+        assert flushed == [{"train/loss": [(1, 0.5)]}]
 
 
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):

@@ -1,118 +1,86 @@
-"""`python -m megabatch.bench demo`: the batch grows, the memory does not; who goes on?"""
+"""`python -m megabatch.bench demo`: three acts, each a claim of the library that this machine can check."""
 
 import argparse
 import importlib.util
-import resource
+import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from . import measure, processes, report, trial
-from .cases import Case, Inputs
-from .contenders import CONTENDERS
-from .plot import Curves, Point, draw
+from . import growing, report
 
 DESCRIPTION = """\
-One training step through the CLIP loss at growing batch sizes: the dense loss and megabatch, each in a process of its
-own that may take --limit MiB of memory and not one more (setrlimit), beyond what Python and torch take themselves;
-inputs and gradients count. The one that asks for more is out; the other goes on. Prints a table as it goes and draws a
-plot.
+Three acts, everything real and nothing downloaded:
+1. the dense loss against megabatch at growing batch sizes under a memory limit, until the dense one is killed;
+2. towers trained three times, with the dense loss, with megabatch, and on two ranks: the same curve, and it learns;
+3. the same trainer takes one step at batch 65,536 under the memory limit.
 
-Memory in table and plot is the peak beyond inputs and gradients.
+Prints tables as it goes and draws a plot (act 1) and a picture of retrieved icons (act 2). The exit code is not 0 if
+loss curves differ, if nothing was learned, or if the large step does not fit.
 """
 
-NAMES = ("dense", "megabatch")
-DOUBLINGS = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
-COLUMNS = ("rows", "dense: time", "peak MiB", "megabatch: time", "peak MiB", "")
-# Steps are repeated for this long, and the best counts.
-ENOUGH_SECONDS = 0.5
-WIDTHS = [8, 24, 10, 16, 10, 0]
+TITLES = {
+    1: "The batch grows, the memory does not",
+    2: "One run three times, and it learns",
+    3: "A step at batch {batch:,}",
+}
+# What acts 2 and 3 cannot do without, by the name it is imported by.
+OF_TRAINING = ("PIL", "yaml", "rich", "braceexpand", "qtawesome")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, nargs="+", default=DOUBLINGS, metavar="N", help="batch sizes, growing")
-    parser.add_argument("--width", type=int, default=256, metavar="D", help="width of the features")
-    parser.add_argument("--limit", type=int, default=2048, metavar="MIB", help="memory limit of each process, in MiB")
-    parser.add_argument("--out", type=Path, default=Path("build/demo.png"), metavar="PNG", help="where the plot goes")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: small batches, small limit")
+    parser.add_argument("--acts", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3], metavar="ACT")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=growing.DOUBLINGS, metavar="N", help="batch sizes of act 1, growing"
+    )
+    parser.add_argument("--width", type=int, default=256, metavar="D", help="width of the features of act 1")
+    parser.add_argument(
+        "--limit", type=int, default=2048, metavar="MIB", help="memory limit of each process of acts 1 and 3, in MiB"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/demo.png"),
+        metavar="PATH",
+        help="the plot, beside which the picture goes, or a folder for both",
+    )
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: everything small")
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.quick:
-        options.rows, options.width, options.limit = [256, 1024, 4096], 64, 128
-    limit = options.limit * 2**20
-    title = f"clip_loss, D={options.width}, float32, each process limited to {options.limit} MiB"
-    print(f"{report.describe(report.machine())}\n\n{title}\n")
-    drawable = importlib.util.find_spec("matplotlib") is not None
-    if not drawable:
-        print("There will be no plot, because matplotlib is missing: pip install 'megabatch[bench]'\n")
-    print(report.line(COLUMNS, WIDTHS), flush=True)
-    curves: Curves = {name: [] for name in NAMES}
-    for points in _growing(options.rows, options.width, limit):
-        for name, point in points.items():
-            curves[name].append(point)
-        print(_line(points), flush=True)
-    print(f"\n{_moral(curves)}")
-    if drawable:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        draw(curves, limit, title, options.out)
-        print(f"plot: {options.out}")
-    return 0
+    plot = options.out if options.out.suffix else options.out / "demo.png"
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    print(report.describe(report.machine()))
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="megabatch-demo-") as folder:
+        passed = [_play(act, options, plot, Path(folder)) for act in sorted(set(options.acts))]
+    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    return 0 if all(passed) else 1
 
 
-def _growing(sizes: list[int], width: int, limit: int) -> Iterator[dict[str, Point]]:
-    """At each size, a point for everyone who was not killed before."""
-    alive = list(NAMES)
-    for rows in sizes:
-        points = {name: _point(name, Case("clip", rows, width), limit) for name in alive}
-        yield points
-        alive = [name for name in alive if not points[name].killed]
-        if not alive:
-            return
+def _play(act: int, options: argparse.Namespace, plot: Path, folder: Path) -> bool:
+    """Whether what it claims is true here."""
+    if act == 1:
+        _heading(act)
+        sizes, width, limit = options.rows, options.width, options.limit
+        if options.quick:
+            sizes, width, limit = [256, 1024, 4096], 64, 128
+        growing.grow(sizes, width, limit, plot)
+        return True
+    missing = [module for module in OF_TRAINING if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"\nAct {act} cannot be played: {', '.join(missing)} not installed: pip install 'megabatch[train]'")
+        return False
+    from . import big_step, learning
+
+    if act == 2:
+        _heading(act)
+        plan = learning.QUICK if options.quick else learning.FULL
+        return learning.learn(plan, folder / "learning", plot.with_name(f"{plot.stem}-icons.png"))
+    step = big_step.QUICK if options.quick else big_step.FULL
+    _heading(act, batch=step.batch)
+    return big_step.take_a_big_step(step, 256 if options.quick else options.limit, folder / "big-step" / "run")
 
 
-def _point(name: str, case: Case, limit: int) -> Point:
-    try:
-        return processes.run(step_within, limit, name, case)
-    except processes.Failed as failure:
-        return Point(case.rows, killed=str(failure))
-
-
-def step_within(limit: int, name: str, case: Case) -> Point:
-    """Time and peak memory of a step while this process may take `limit` bytes more than it has."""
-    make = CONTENDERS[name].make
-    small = case.with_rows(64)
-    make(small)(small.inputs())  # loads what it needs
-    allowed = measure.private_bytes() + limit
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    step, inputs, taken = make(case), case.inputs(), list[float]()
-
-    def timed(inputs: Inputs) -> None:
-        start = time.perf_counter()
-        step(inputs)
-        taken.append(time.perf_counter() - start)
-
-    peak = trial.peak_of(timed, inputs)
-    while sum(taken) < ENOUGH_SECONDS:
-        inputs.clear()
-        timed(inputs)
-    return Point(case.rows, min(taken), peak)
-
-
-def _line(points: dict[str, Point]) -> str:
-    rows = next(iter(points.values())).rows
-    cells = [f"{rows}"]
-    for name in NAMES:
-        point = points.get(name)
-        if point is None or point.killed:
-            cells += [f"killed: {point.killed}" if point else "", ""]
-        else:
-            cells += [report.seconds(point.seconds), report.mebibytes(point.peak_bytes)]
-    return report.line([*cells, ""], WIDTHS)
-
-
-def _moral(curves: Curves) -> str:
-    def largest(name: str) -> int:
-        return max((point.rows for point in curves[name] if not point.killed), default=0)
-
-    return f"largest batch: {largest('dense')} rows dense, {largest('megabatch')} rows with megabatch"
+def _heading(act: int, **figures: int) -> None:
+    title = f"Act {act}: {TITLES[act].format(**figures)}"
+    print(f"\n{title}\n{'=' * len(title)}\n", flush=True)

@@ -60,7 +60,8 @@ def _add_flag(group: Any, option: Option) -> None:
         help += f" (default: {option.default!r})" if option.default == "\t" else f" (default: {option.default})"
     common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
     if option.kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        action = group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        action.help = common["help"]  # Python 3.10 adds a default of its own
         return
     choices = [choice for choice in option.rules.get("choices", ()) if choice]
     metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT"}[option.kind]

@@ -1,10 +1,10 @@
 """Some 17,000 pictures with captions that come by pip: the icons inside the fonts of the package qtawesome.
 
 The picture is a glyph, the caption its name: "account-arrow-left-outline" reads "account arrow left outline". Fonts
-repeat each other and themselves (filled, outlined, bold), so duplicates are joined, and a whole family of
-icons is either for training or held out.
+repeat each other and themselves (filled, outlined, bold), so duplicates are joined, and what is held out is held out
+with all its variants.
 
-Letters, in this file: N glyphs, P pixels of a glyph.
+Letters, in this file: N and M icons, P pixels of an icon.
 """
 
 import functools
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageFont, ImageOps
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from .source import Sample, Shard
 
@@ -39,13 +38,13 @@ _FONTS = (
     "fontawesome5-brands",
 )
 # Words that vary an icon and make no other one of it, unless they come first: "light bulb", "square root".
-_STYLES = frozenset(
-    ("outline", "outlined", "fill", "filled", "solid", "line", "bold", "light", "thin", "thick", "sharp", "variant")
-    + ("alt", "simple", "small", "large", "circle", "box", "square", "off", "slash", "multiple")
+_STYLES = (
+    *("outline", "outlined", "fill", "filled", "solid", "line", "bold", "light", "thin", "thick", "sharp", "variant"),
+    *("alt", "simple", "small", "large", "circle", "box", "square", "off", "slash", "multiple"),
 )
 _SIDE = 32
 _HELD_OUT = 0.08  # of the stems
-_SAME = 0.95  # the cosine between two pictures from which on they count as one
+_SAME = 0.95  # the cosine between two pictures above which they look the same
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class Icons:
     """Icons with their names as captions: those to train on, or those held out.
 
     Icons are held out by the stem of their caption, which is the caption without words of style: "account",
-    "account outline" and "account box" are on one side. What looks the same as a held-out icon under another name
-    is on neither. Held-out captions are all different. Either side is in an order as good as random, the same
-    everywhere, so that the first thousand are a fair sample.
+    "account outline" and "account box" are on one side, while "account plus" may be on the other. What looks the same
+    as a held-out icon under another name is on neither. Held-out captions are all different. Either side is in an
+    order as good as random, the same everywhere, so that the first thousand are a fair sample.
     """
 
     texts_only = False
@@ -106,7 +105,8 @@ def _both_sides() -> tuple[list[_Icon], list[_Icon]]:
     icons.sort(key=lambda icon: _fraction(icon.name))
     held_out = [icon for icon in icons if _fraction(stem(icon.caption)) < _HELD_OUT]
     others = [icon for icon in icons if _fraction(stem(icon.caption)) >= _HELD_OUT]
-    alike = _resembles(_ink(others), _ink(held_out)).tolist()
+    ink = _ink(held_out)
+    alike = torch.cat([_look_the_same(some, ink).any(1) for some in torch.split(_ink(others), 1024)]).tolist()
     different = {icon.caption: icon for icon in held_out}
     return [icon for icon, left_out in zip(others, alike, strict=True) if not left_out], [*different.values()]
 
@@ -168,7 +168,7 @@ def _distinct(icons: list[_Icon]) -> list[_Icon]:
     kept = []
     for index, icon in enumerate(icons):
         before = same_caption.setdefault(icon.caption, [])
-        if icon.pixels in seen or (before and (ink[before] @ ink[index]).max() > _SAME):
+        if icon.pixels in seen or (before and _look_the_same(ink[before], ink[[index]]).any()):
             continue
         seen.add(icon.pixels)
         before.append(index)
@@ -176,15 +176,17 @@ def _distinct(icons: list[_Icon]) -> list[_Icon]:
     return kept
 
 
-def _resembles(ink: Tensor, others: Tensor) -> Tensor:
-    """Which of them look the same as any of the others."""
-    return torch.cat([(some @ others.T > _SAME).any(1) for some in ink.split(1024)])
+def _look_the_same(ink: Tensor, others: Tensor) -> Tensor:
+    """`[N, M]`, of ink `[N, P]` and `[M, P]`."""
+    lengths, other_lengths = (each.square().sum(1).sqrt() for each in (ink, others))
+    return ink @ others.T > _SAME * lengths[:, None] * other_lengths
 
 
 def _ink(icons: list[_Icon]) -> Tensor:
-    """`[N, P]`, a unit vector each: how dark every pixel is."""
+    """`[N, P]`: how dark every pixel is, in 16 steps, so that float32 holds all sums of products exactly: the number
+    of threads must not decide which icons look the same."""
     pixels = torch.frombuffer(bytearray().join(icon.pixels for icon in icons), dtype=torch.uint8)
-    return normalize(255.0 - pixels.view(len(icons), -1).float(), dim=1)
+    return (255 - pixels.view(len(icons), -1)).div(16, rounding_mode="floor").float()
 
 
 def _fraction(text: str) -> float:

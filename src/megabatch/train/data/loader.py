@@ -78,8 +78,8 @@ def batches(
             prefetch_factor=max(2, ahead) if workers else None,
             generator=torch.Generator(),  # or it draws a seed, which it has no use for, from the trainer's
         )
-    with _signals_blocked():
-        replies = iter(loader)
+        with _signals_blocked():
+            replies = iter(loader)
     assembly: _Assembly | None = None
     for request, piece in replies:
         assembly = assembly or _Assembly(request, piece, pin_memory)

@@ -9,19 +9,21 @@ from torch.nn.functional import embedding_bag
 from .text_bytes import ByteTokenizer
 from .towers import Towers
 
+_FEATURES = 256
+
 
 class TinyTowers(Towers):
-    """A small convolutional net on grey images, and a bag of the text's byte n-grams.
+    """A small convolutional net on grey images, and a net on the sum of a text's n-grams of bytes.
 
-    Nothing in it is random after it was made, and no sample knows of another: no dropout, no batch norm.
+    Nothing in it is random once it is made, and no sample knows of another: no dropout, no batch norm.
     """
 
     def __init__(self, init_logit_scale: float = 1 / 0.07, init_logit_bias: float | None = None) -> None:
         super().__init__()
         self.image_size, self.channels, self.mean, self.std = 32, 1, (0.8,), (0.35,)
-        self.tokenizer = ByteTokenizer(48)
-        self.image = _ConvNet(width=32, features=256)
-        self.text = _NGrams(width=256, features=256)
+        self.tokenizer = ByteTokenizer(64)
+        self.image = _ConvNet()
+        self.text = _NGrams()
         self.log_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
         self.bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
 
@@ -48,43 +50,47 @@ class TinyTowers(Towers):
         return [self.image, self.text]
 
     def checkpoint_activations(self) -> None:
-        raise ValueError("--grad-checkpointing: tiny has no layers worth forming again. Lower --chunk-size instead.")
+        raise ValueError(
+            "--grad-checkpointing: --model must have activations worth forming again, got tiny. "
+            "Take a smaller --chunk-size."
+        )
 
 
 class _ConvNet(nn.Sequential):
-    """Halves the image four times, and doubles the channels each time."""
+    """Halves the image three times."""
 
-    def __init__(self, width: int, features: int) -> None:
-        widths = [1, width, 2 * width, 4 * width, 8 * width]
+    def __init__(self) -> None:
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
-            layers += [
-                nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
-                nn.GroupNorm(8, after),
-                nn.GELU(),
-            ]
-        super().__init__(*layers, nn.Flatten(), nn.Linear(4 * widths[-1], features))
+        for before, after in ((1, 16), (16, 32), (32, 64)):
+            # No bias: the norm would take it away again.
+            convolution = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1, bias=False)
+            layers += [convolution, nn.GroupNorm(8, after), nn.GELU()]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, _FEATURES))
 
 
 class _NGrams(nn.Module):
-    """The sum of vectors of all runs of 1 to 5 bytes in a text, each looked up by its hash, and a small net on it."""
+    """Every run of 1 to 5 bytes has a vector, which it shares with a few others that have the same hash. A text is the
+    sum of its runs' vectors, through two layers."""
 
-    buckets = 1 << 14
+    BUCKETS, WIDTH, LONGEST = 2**14, 256, 5
 
-    def __init__(self, width: int, features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(self.buckets, width) * 0.1)
-        self.net = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, features))
+        self.vectors = nn.Parameter(0.1 * torch.randn(self.BUCKETS, self.WIDTH))
+        self.layers = nn.Sequential(
+            nn.LayerNorm(self.WIDTH), nn.Linear(self.WIDTH, 512), nn.GELU(), nn.Linear(512, _FEATURES)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hashes, valid = [], []
+        hashes, are_text = [], []
         run = torch.zeros_like(tokens)
-        for length in range(1, 6):
-            end = tokens.shape[1] - length + 1
-            run = (run[:, :end] * 1_000_003 + tokens[:, length - 1 :] + length) % 2_147_483_647
-            hashes.append(run % self.buckets)
-            valid.append(tokens[:, length - 1 :] != ByteTokenizer.padding)
-        bag, weights = torch.cat(hashes, 1), torch.cat(valid, 1).to(self.table.dtype)
-        pooled = embedding_bag(bag, self.table, mode="sum", per_sample_weights=weights)
-        features: Tensor = self.net(pooled)
+        for length in range(1, self.LONGEST + 1):
+            last = tokens[:, length - 1 :]
+            # A prime below 2**31, so that the product stays below 2**63.
+            run = (run[:, : last.shape[1]] * 1_000_003 + last + length) % 2_147_483_647
+            hashes.append(run % self.BUCKETS)
+            are_text.append(last != ByteTokenizer.padding)
+        weights = torch.cat(are_text, 1).to(self.vectors.dtype)
+        summed = embedding_bag(torch.cat(hashes, 1), self.vectors, mode="sum", per_sample_weights=weights)
+        features: Tensor = self.layers(summed)
         return features
