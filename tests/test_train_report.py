@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from megabatch.train import checkpoint
 from megabatch.train import report as report_module
 from megabatch.train.report import Report, read_metrics
 
@@ -125,10 +126,10 @@ def test_a_file_is_cut_by_replacing_it_whole(tmp_path, monkeypatch):
 
     def killed(*_):
         assert lines(tmp_path / "metrics.jsonl") == before
-        assert lines(tmp_path / "metrics.jsonl.new") == before[:2]
+        assert lines(tmp_path / "metrics.jsonl.unfinished") == before[:2]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report_module.os, "replace", killed)
+    monkeypatch.setattr(checkpoint.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, first_step=2)
     assert lines(tmp_path / "metrics.jsonl") == before

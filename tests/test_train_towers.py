@@ -510,7 +510,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Callable[.
 def test_checkpointing_that_would_do_nothing_is_refused(make: Callable[..., Towers]) -> None:
     with pytest.raises(ValueError, match=r"--grad-checkpointing: must be left out, .* ModifiedResNet"):
         make("resnet", grad_checkpointing=True)
-    with pytest.raises(ValueError, match="--grad-checkpointing: tiny"):
+    with pytest.raises(ValueError, match="tiny"):
         make("tiny", grad_checkpointing=True)
 
 

@@ -7,6 +7,7 @@ Every rank encodes its share, and every figure is that of all.
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Fi
         if rows == 0:
             raise ValueError(f"eval: --val-data must have samples, got {skipped} that were all skipped.")
         with autocast(world.device, config.optimization.precision):
-            loss, _ = Objective(config.loss, world)(features, ids)
+            loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features, ids)
         first, second = ("query" if source.texts_only else "image"), "text"
         figures = {"val/loss": float(loss), "val/samples": rows, "val/skipped_samples": skipped}
         figures |= _retrieval(f"{first}_to_{second}", features.first, features.second, world)

@@ -4,7 +4,6 @@ A step is a function of the weights, the seed and its number: its samples, their
 are drawn anew from (seed, step). So a run that died goes on from its last checkpoint as if nothing had been.
 """
 
-import json
 import math
 import resource
 import signal
@@ -34,7 +33,7 @@ from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .objective import Objective
-from .optimization import autocast, learning_rate, make_optimizer, make_scaler
+from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
 from .report import Report
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
@@ -97,6 +96,24 @@ class Trainer:
         self.report = Report.silent()
         if resume is not None:
             self._restore(checkpoint.load(resume), resume)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Ranks that train on different data, or from different weights, would do so without a word."""
+        held_out = None if self.held_out is None else len(self.held_out)
+        facts = {
+            "settings": to_mapping(self.config),
+            "number of samples": len(self.source),
+            "number of validation samples": held_out,
+            "step to go on from": self.progress.step,
+        }
+        for other, theirs in enumerate(self.world.gather(facts)):
+            for name, value in facts.items():
+                if theirs[name] != value:
+                    raise ValueError(
+                        f"train: the {name} must be the same on every rank, got {value} on rank {self.world.rank} and "
+                        f"{theirs[name]} on rank {other}. Do all ranks see the same folders?"
+                    )
 
     # ---- the run
 
@@ -217,12 +234,8 @@ class Trainer:
             f"({self.progress.nonfinite_in_a_row} in a row, {self.progress.nonfinite_steps} in all). Its samples are "
             "in nonfinite.jsonl."
         )
-        if self.world.rank == 0:
-            _, indices = self.order.of_step(self.progress.step, self.config.optimization.global_batch_size)
-            line = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
-            names = [self.source.name(index) for index in indices.tolist()]
-            with open(self.folder / "nonfinite.jsonl", "a") as file:
-                file.write(json.dumps({**line, "samples": names}) + "\n")
+        _, indices = self.order.of_step(self.progress.step, self.config.optimization.global_batch_size)
+        self.report.not_finite(step, values, [self.source.name(index) for index in indices.tolist()])
 
     @property
     def _diverged(self) -> bool:
@@ -318,6 +331,8 @@ class Trainer:
             f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
             f"{count / 1e6:.1f}M"
         )
+        if warmup_steps(options, self.total_steps) > self.total_steps:
+            report.warn(f"--warmup {options.warmup} is longer than the run: --lr {options.lr} is never reached")
         for source in (self.source, self.held_out):
             problems: dict[str, int] = getattr(source, "problems", {})
             for reason, times in problems.items():

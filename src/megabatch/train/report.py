@@ -11,9 +11,8 @@ Nothing here runs in a thread of its own but TensorBoard's writer: workers of a 
 import json
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,8 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+from .checkpoint import atomically
 
 LOGGER = logging.getLogger("megabatch")
 SECONDS_BETWEEN_FRAMES = 0.1
@@ -104,6 +105,8 @@ class Report:
                 self._add_scalars = _open_tensorboard(folder / "tensorboard", first_step, stack)
             path = folder / "metrics.jsonl"
             unreadable = _cut(path, first_step)
+            self._not_finite = folder / "nonfinite.jsonl"
+            _cut(self._not_finite, first_step)
             self._metrics = stack.enter_context(path.open("a", encoding="utf-8"))
             terminal = _Lines(console) if live else logging.StreamHandler(console.file)
             terminal.addFilter(lambda record: not getattr(record, "file_only", False))
@@ -132,6 +135,11 @@ class Report:
         self._record(step, values)
         self.say(f"Eval Step: {step} " + " ".join(f"{name}: {value:.5g}" for name, value in values.items()))
 
+    def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
+        """The samples of a step from which nothing could be learned, in nonfinite.jsonl."""
+        with self._not_finite.open("a", encoding="utf-8") as file:
+            file.write(_json(step, values, samples=samples))
+
     def say(self, text: str) -> None:
         LOGGER.info(text)
 
@@ -152,8 +160,7 @@ class Report:
         self.close()
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
-        line = {"step": step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()}}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.write(_json(step, values))
         self._metrics.flush()
         self._add_scalars(step, values)
 
@@ -171,6 +178,9 @@ class _Silent(Report):
         pass
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -276,6 +286,11 @@ def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Callab
     return add
 
 
+def _json(step: int, values: Mapping[str, float], **more: object) -> str:
+    numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+    return json.dumps({"step": step, **numbers, **more}, allow_nan=False) + "\n"
+
+
 def _cut(path: Path, last_step: int) -> int:
     """Leave the lines of steps up to `last_step`. Returns how many could not be read, which go too.
 
@@ -291,12 +306,7 @@ def _cut(path: Path, last_step: int) -> int:
             unreadable += 1
         elif step <= last_step:
             kept.append(line + b"\n")
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    atomically(path, lambda file: file.writelines(kept))
     return unreadable
 
 

@@ -5,7 +5,9 @@ come back in order. What a batch holds depends on neither the number of workers 
 """
 
 import contextlib
+import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -179,8 +181,15 @@ def _as_it_is(piece: Any) -> Any:
 
 def _start_worker(number: int) -> None:
     torch.set_num_threads(1)
-    for each in _LEFT_TO_THE_TRAINER:
-        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
+    threading.Thread(target=_end_at_the_trainers_word, daemon=True).start()
+
+
+def _end_at_the_trainers_word() -> None:
+    """SIGTERM from the trainer is how its end, if nothing else, ends its workers. Others send it to the whole group."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 @contextlib.contextmanager

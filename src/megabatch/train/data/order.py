@@ -112,8 +112,9 @@ class _Pass:
             self.windows[-1].append(shard)
             lengths[-1] += shard.stop - shard.start
         if len(lengths) > 1 and lengths[-1] < _WINDOW:
-            self.windows[-2] += self.windows.pop()
-            lengths[-2] += lengths.pop()
+            rest, length = self.windows.pop(), lengths.pop()
+            self.windows[-1] += rest
+            lengths[-1] += length
         self._starts = [0, *itertools.accumulate(lengths)]
         self.length = self._starts[-1]
 

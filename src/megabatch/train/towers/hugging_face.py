@@ -131,7 +131,7 @@ def _import_transformers() -> Any:
     except ImportError as error:
         raise ImportError(
             f"--model: transformers must be importable for a folder, got {type(error).__name__}: {error}. "
-            "Run pip install transformers."
+            "Run pip install 'megabatch[hugging_face]'."
         ) from error
     return transformers
 
