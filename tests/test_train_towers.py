@@ -23,6 +23,7 @@ from megabatch.train.towers.open_clip import OpenClipTowers
 from megabatch.train.towers.small import SmallTowers
 
 from .shims import import_torchvision
+from .training import losses, train, write_shapes
 from .test_structure import HEAVY, loaded_by
 
 TEXTS = ["a red bicycle", "two cats", "", "naïve café 東京", "a rather long text " * 20, "x"]
@@ -696,3 +697,17 @@ def test_an_image_size_that_cannot_be_is_refused(kind: str, make: Callable[..., 
     assert make(kind, force_image_size=own).image_size == own
     with pytest.raises(ValueError, match=f"--force-image-size: must be {own} or left out, .* got 40"):
         make(kind, force_image_size=40)
+
+
+# ---- in the trainer
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("hf-clip", "clip"), ("hf-siglip", "siglip"), ("hf-siglip", "infonce")])
+def test_a_folder_of_hugging_face_trains_and_goes_on(models: Path, tmp_path: Path, kind: str, loss: str) -> None:
+    table = write_shapes(tmp_path / "shapes")
+    flags = ["--model", str(models / kind), "--loss", loss, "--train-data", str(table), "--global-batch-size", "32"]
+    flags += ["--chunk-size", "16", "--workers", "0", "--lr", "1e-2", "--warmup", "0", "--lr-scheduler", "const"]
+    whole = train(tmp_path, *flags, "--steps", "4", name="whole")
+    assert losses(whole)[-1] < losses(whole)[0]
+    train(tmp_path, *flags, "--steps", "2", name="parts")
+    assert losses(train(tmp_path, "--resume", "latest", "--steps", "4", name="parts")) == losses(whole)
