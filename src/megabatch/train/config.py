@@ -35,7 +35,10 @@ class Data:
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")
     crop_scale: float = _option(
-        0.9, "smallest share of an image's area that a random crop keeps; 1 crops nothing", above=0, at_most=1
+        0.9,
+        "smallest share of an image's area that a random crop keeps; 1: the centre crop of evaluation",
+        above=0,
+        at_most=1,
     )
     workers: int = _option(4, "processes that read and decode, per rank; 0: the training process itself", at_least=0)
 

@@ -62,7 +62,7 @@ class _ConvNet(nn.Sequential):
     def __init__(self) -> None:
         layers: list[nn.Module] = []
         for before, after in ((1, 16), (16, 32), (32, 64)):
-            # No bias: the norm would take it away again.
+            # No bias: the norm has one.
             convolution = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1, bias=False)
             layers += [convolution, nn.GroupNorm(8, after), nn.GELU()]
         super().__init__(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, _FEATURES))
