@@ -20,7 +20,7 @@ help:
 	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff rewrite what it can"
-	@echo "make demo         dense against megabatch at growing batch sizes, under a memory limit"
+	@echo "make demo         dense against megabatch under a memory limit; a model trained; a step at batch 65,536"
 	@echo "make bench        time and memory of every loss against its peers"
 	@echo "make bench-ranks  the same over several ranks, and what gradients come out on them"
 	@echo "make clean        remove caches and build output (.venv stays)"

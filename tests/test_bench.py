@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import megabatch
-from megabatch.bench import contenders, measure, plot, processes, rivals, trial
+from megabatch.bench import contenders, measure, processes, rivals, trial
 from megabatch.bench.__main__ import main
 from megabatch.bench.cases import LOSSES, Case
 from megabatch.bench.contenders import CONTENDERS
 
 MIB = 2**20
-PNG = b"\x89PNG\r\n\x1a\n"
 TINY = ["loss", "--rows", "40", "--width", "8", "--repeats", "2", "--seconds", "0"]
 
 
@@ -162,28 +161,6 @@ def test_a_process_that_dies_says_how():
     with pytest.raises(processes.Failed, match="ZeroDivisionError: integer division"):
         processes.run(divmod, 1, 0)
     assert processes.run(divmod, 7, 2) == (3, 1)
-
-
-def test_demo_shows_dense_killed_and_megabatch_going_on(tmp_path, capsys):
-    path = tmp_path / "new" / "demo.png"
-    assert main(["demo", "--quick", "--out", str(path)]) == 0
-    out = capsys.readouterr().out
-    (line,) = lines_of(out, "4096")
-    assert "killed: out of memory" in line
-    assert out.count("killed:") == 1
-    assert "largest batch: 1024 rows dense, 4096 rows with megabatch" in out
-    assert f"plot: {path}" in out
-    assert path.read_bytes().startswith(PNG)
-
-
-@pytest.mark.usefixtures("inline")
-def test_demo_without_matplotlib_says_how_to_install_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megabatch.bench.demo.step_within", lambda limit, name, case: plot.Point(case.rows, 1.0, MIB))
-    path = tmp_path / "demo.png"
-    assert main(["demo", "--quick", "--out", str(path)]) == 0
-    assert "pip install 'megabatch[bench]'" in capsys.readouterr().out
-    assert not path.exists()
 
 
 def test_without_a_command_help_is_printed(capsys):

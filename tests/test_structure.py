@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
     "integrations": {PUBLIC, "distributed"},
-    "bench": {PUBLIC, "integrations", "reference", "backends", "losses"},
+    "bench": {PUBLIC, "integrations", "reference", "backends", "losses", "train"},
     "train": {PUBLIC, "reference", "distributed"},
     "check": {PUBLIC, "reference", "bench", "distributed"},
     "cli": {PUBLIC, "check", "train"},

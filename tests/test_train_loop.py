@@ -167,9 +167,13 @@ def test_small_trains_with_checkpointed_activations_as_without(shapes, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
-def test_compiled_towers_train_as_plain_ones(shapes, plain, tmp_path):
-    run = train(tmp_path, "--train-data", shapes, *QUICK, "--torchcompile", "--steps", "3")
-    assert losses(run) == pytest.approx(losses(plain)[:3], abs=2e-3)  # another schedule after the second step
+def test_compiled_towers_train_as_plain_ones(tmp_path):
+    flags = ["--train-data", str(write_pairs(tmp_path / "pairs.jsonl")), *QUICK, "--steps", "3"]  # one tower, for time
+    plain = train(tmp_path, *flags, name="plain")
+    torch._dynamo.reset()
+    compiled = train(tmp_path, *flags, "--torchcompile", name="compiled")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert losses(compiled) == pytest.approx(losses(plain), abs=1e-4)
 
 
 # ---- limits

@@ -237,7 +237,7 @@ def test_batch_statistics_of_a_locked_image_tower_do_not_move(make: Callable[...
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
-@pytest.mark.parametrize("kind", ["small", "clip", "hf-siglip"])
+@pytest.mark.parametrize("kind", ["tiny", "small", "clip", "hf-siglip"])
 def test_compiled_parts_give_the_same_features_and_names(kind: str, make: Callable[..., Towers]) -> None:
     towers = make(kind)
     names = list(towers.model.state_dict())

@@ -23,6 +23,7 @@ TITLES = {
     2: "One run three times, and it learns",
     3: "A step at batch {batch:,}",
 }
+QUICK_LIMIT = 512  # MiB, of which the towers' optimizer and the icons need most
 # What acts 2 and 3 cannot do without, by the name it is imported by.
 OF_TRAINING = ("PIL", "yaml", "rich", "braceexpand", "qtawesome")
 
@@ -78,7 +79,7 @@ def _play(act: int, options: argparse.Namespace, plot: Path, folder: Path) -> bo
         return learning.learn(plan, folder / "learning", plot.with_name(f"{plot.stem}-icons.png"))
     step = big_step.QUICK if options.quick else big_step.FULL
     _heading(act, batch=step.batch)
-    return big_step.take_a_big_step(step, 256 if options.quick else options.limit, folder / "big-step" / "run")
+    return big_step.take_a_big_step(step, QUICK_LIMIT if options.quick else options.limit, folder / "big-step" / "run")
 
 
 def _heading(act: int, **figures: int) -> None:

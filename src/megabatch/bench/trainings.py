@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -56,7 +57,8 @@ def train(flags: Sequence[str], folder: Path, *, title: str, ranks: int = 1, lau
         launcher: What runs `megabatch` with one rank, if not `python -m`.
     """
     folder.mkdir(parents=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megabatch", "--"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun += ["--log-dir", str(folder / "torchrun"), "-m", "megabatch", "--"]
     start = torchrun if ranks > 1 else [*(launcher or ["-m"]), "megabatch"]
     command = [sys.executable, *start, "train", *flags, "--logs", str(folder.parent), "--name", folder.name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // ranks))}
@@ -78,7 +80,7 @@ def train(flags: Sequence[str], folder: Path, *, title: str, ranks: int = 1, lau
 
 @contextmanager
 def _process(
-    command: list[str], output: object, environment: dict[str, str], ranks: int
+    command: list[str], output: IO[bytes], environment: dict[str, str], ranks: int
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Nothing of it is left afterwards. Ctrl-C is this process's alone, which ends the other."""
     process = subprocess.Popen(

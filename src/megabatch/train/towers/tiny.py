@@ -56,16 +56,21 @@ class TinyTowers(Towers):
         )
 
 
-class _ConvNet(nn.Sequential):
+class _ConvNet(nn.Module):
     """Halves the image three times."""
 
     def __init__(self) -> None:
+        super().__init__()
         layers: list[nn.Module] = []
         for before, after in ((1, 16), (16, 32), (32, 64)):
             # No bias: the norm has one.
             convolution = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1, bias=False)
             layers += [convolution, nn.GroupNorm(8, after), nn.GELU()]
-        super().__init__(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, _FEATURES))
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, _FEATURES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.layers(images)
+        return features
 
 
 class _NGrams(nn.Module):
