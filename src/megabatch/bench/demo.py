@@ -2,8 +2,12 @@
 
 import argparse
 import importlib.util
+import signal
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import growing, report
@@ -52,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     plot.parent.mkdir(parents=True, exist_ok=True)
     print(report.describe(report.machine()))
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="megabatch-demo-") as folder:
+    with _leaving_when_asked(), tempfile.TemporaryDirectory(prefix="megabatch-demo-") as folder:
         passed = [_play(act, options, plot, Path(folder)) for act in sorted(set(options.acts))]
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
     return 0 if all(passed) else 1
@@ -80,6 +84,20 @@ def _play(act: int, options: argparse.Namespace, plot: Path, folder: Path) -> bo
     step = big_step.QUICK if options.quick else big_step.FULL
     _heading(act, batch=step.batch)
     return big_step.take_a_big_step(step, QUICK_LIMIT if options.quick else options.limit, folder / "big-step" / "run")
+
+
+@contextmanager
+def _leaving_when_asked() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: what it has started ends with it, and its folder goes."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _heading(act: int, **figures: int) -> None:
