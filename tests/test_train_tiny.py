@@ -69,8 +69,8 @@ def test_a_length_without_room_for_a_character_is_refused(length, error):
 
 def test_both_towers_have_features_of_one_width(towers):
     images, texts = icons(5)
-    assert towers.encode_image(towers.pixels(images)).shape == (5, 256)
-    assert towers.encode_text(towers.tokenizer(texts)).shape == (5, 256)
+    assert towers.encode_image(towers.pixels(images)).shape == (5, 128)
+    assert towers.encode_text(towers.tokenizer(texts)).shape == (5, 128)
 
 
 def test_the_longest_caption_of_the_icons_fits(towers):

@@ -30,11 +30,11 @@ WAYS = {"text_to_image": "name to icon", "image_to_text": "icon to name"}
 class Plan:
     """What is asked of the trainer, three times."""
 
-    steps: int = 60
+    steps: int = 80
     batch: int = 1024
     chunk: int = 1024  # everything at once: 1,024 icons are small
-    lr: float = 2e-3
-    wd: float = 0.1
+    lr: float = 4e-3
+    wd: float = 0.2
     held_out: int = 1000
     must_learn: bool = True
 

@@ -9,7 +9,7 @@ from torch.nn.functional import embedding_bag
 from .text_bytes import ByteTokenizer
 from .towers import Towers
 
-_FEATURES = 256
+_FEATURES = 128
 
 
 class TinyTowers(Towers):
