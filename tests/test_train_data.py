@@ -172,9 +172,33 @@ def test_the_usual_formats_are_decoded(format: str) -> None:
 def test_images_of_every_mode_become_grey_or_rgb(mode: str) -> None:
     image = picture(1).convert("L").convert(mode) if mode in ("LA", "I;16") else picture(1).convert(mode)
     image = decode(encoded(image, "JPEG" if mode == "CMYK" else "PNG"))
-    assert image.mode == ("L" if mode == "L" else "RGB")
+    assert image.mode == ("L" if mode in ("L", "I;16") else "RGB")
     assert to_tensor(image, 1).shape == (1, 16, 24)
     assert to_tensor(image, 3).shape == (3, 16, 24)
+
+
+def test_of_sixteen_bits_the_upper_eight_are_kept() -> None:
+    ramp = Image.new("I;16", (16, 1))
+    ramp.putdata([4096 * column + 100 for column in range(16)])
+    assert to_tensor(decode(encoded(ramp)), 1).flatten().tolist() == [16 * column for column in range(16)]
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".png", "a\0b.png"])
+def test_a_name_that_no_file_can_have_is_a_bad_sample(tmp_path: Path, name: str) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(picture(0)))
+    table = tmp_path / "t.csv"
+    table.write_text(f"filepath\ttitle\n0.png\ta\n{name}\tb\n")
+    source = Table(table, separator="\t", image_key="filepath", caption_key="title")
+    assert source[0].text == "a"
+    with pytest.raises(BadSample, match="not a path"):
+        source[1]
+
+
+def test_a_long_caption_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(picture(0)))
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\n0.png\t{'long ' * 40_000}\n")
+    source = Table(tmp_path / "t.csv", separator="\t", image_key="filepath", caption_key="title")
+    assert len(source[0].text) == 200_000
 
 
 def test_a_palette_with_transparency_keeps_its_colours() -> None:
@@ -857,7 +881,7 @@ def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
 def joined(parts: Sequence[Batch]) -> Batch:
     """The parts of all ranks, as one."""
     tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "ids")]
-    return Batch(parts[0].step, *tensors, None, None, [bad for part in parts for bad in part.bad])
+    return Batch(*tensors, None, None, [bad for part in parts for bad in part.bad], parts[0].step)
 
 
 @pytest.fixture

@@ -112,9 +112,25 @@ def test_memory_grows_with_the_samples_not_with_their_square(monkeypatch):
     monkeypatch.setattr(torch, "empty", metered)
     torch.manual_seed(0)
     query = torch.randn(rows, 8)
-    figures = evaluate._retrieval("a_to_b", query, query + 0.01 * torch.randn(rows, 8), World(torch.device("cpu")))
+    key = query + 0.01 * torch.randn(rows, 8)
+    figures = evaluate._retrieval("a_to_b", query, key, torch.zeros(rows), World(torch.device("cpu")))
     assert figures["val/a_to_b_R@10"] > 0.5
     assert 0 < most[0] < rows * rows / 20
+
+
+def test_towers_that_say_the_same_of_everything_find_nothing():
+    same, world = torch.ones(100, 4), World(torch.device("cpu"))
+    figures = evaluate._retrieval("a_to_b", same, same, torch.zeros(100, dtype=torch.int64), world)
+    assert figures["val/a_to_b_R@10"] == 0
+    assert figures["val/a_to_b_median_rank"] == 50
+
+
+def test_equal_captions_are_as_right_as_each_other():
+    """Three rows of each, and all are found."""
+    features, world = torch.eye(5).repeat(3, 1), World(torch.device("cpu"))
+    alike = evaluate._alike(torch.arange(5).repeat(3), world)
+    assert alike.tolist() == [2] * 15
+    assert evaluate._retrieval("a_to_b", features, features, alike, world)["val/a_to_b_R@1"] == 1
 
 
 def test_zero_shot_classification_is_that_of_plain_torch(run, classes, tmp_path):
@@ -163,7 +179,8 @@ def test_bad_samples_are_counted(run, tmp_path):
     ("words", "message"),
     [
         ([], "--checkpoint must be given, or --model"),
-        (["--model", "tiny"], "--val-data or --zeroshot-data must be given"),
+        (["--model", "tiny", "--val-data", "icons"], "tiny has none of its own"),
+        (["--checkpoint", "RUN", "--config", "NO_DATA"], "--val-data or --zeroshot-data must be given"),
         (["--checkpoint", "nowhere.pt"], r"there must be a file nowhere.pt"),
         (["--checkpoint", "RUN", "--batch-size", "8"], "--global-batch-size"),
         (["--checkpoint", "RUN", "--model", "small"], "--checkpoint must fit --model small"),
@@ -171,7 +188,8 @@ def test_bad_samples_are_counted(run, tmp_path):
     ],
 )
 def test_mistakes_are_named(run, tmp_path, words, message, capsys):
-    places = {"RUN": str(run), "EMPTY": str(tmp_path)}
+    (tmp_path / "no_data.yaml").write_text("val_data: null\n")
+    places = {"RUN": str(run), "EMPTY": str(tmp_path), "NO_DATA": str(tmp_path / "no_data.yaml")}
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", *[places.get(word, word) for word in words]])
     assert ended.value.code == 2

@@ -1,5 +1,6 @@
 """`megabatch train` for real, in small: one and the same run however it is cut, and what it does about trouble."""
 
+import itertools
 import json
 import math
 import os
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from megabatch import cli
 from megabatch.train import checkpoint
+from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
 
 from .ranks import run_apart
+from .shims import import_torchvision
 from .training import evaluations, losses, steps, train, write_pairs, write_shapes
 
 QUICK = ["--global-batch-size", "32", "--chunk-size", "32", "--workers", "0", "--steps", "6", "--lr", "1e-3"]
@@ -215,7 +219,8 @@ def test_bad_samples_are_skipped_counted_and_named(bad_shapes, tmp_path):
     assert steps(run)[-1]["train/skipped_samples"] == 2
     assert steps(run)[-1]["train/samples"] == 94
     log = (run / "out.log").read_text()
-    assert "black-cross-bottom.png" in log or "truncated" in log
+    assert "black-square-bottom.png (truncated image)" in log or "(truncated image)" in log
+    assert "(not an image)" in log
     over_ranks = train_on_ranks(2, tmp_path, *flags, name="ranks")
     assert losses(over_ranks) == pytest.approx(losses(run), abs=1e-5)
     assert steps(over_ranks)[-1]["train/skipped_samples"] == 2
@@ -253,12 +258,9 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_named(poisoned, t
     assert [line["step"] for line in named] == bad
     assert all(any("grey-square-top.png" in name for name in line["samples"]) for line in named)
     assert all(len(line["samples"]) == 32 for line in named)
-    for step in bad:
-        if step > 1:
-            before, after = (
-                checkpoint.load(run / "checkpoints" / f"step_{each:08d}.pt")["state_dict"] for each in (step - 1, step)
-            )
-            assert all(torch.equal(before[name], after[name]) for name in before)
+    scales = {line["step"]: line["train/logit_scale"] for line in steps(run)}  # before each step
+    for step in range(1, 6):
+        assert (scales[step + 1] == scales[step]) == (step in bad)
     assert all(value.isfinite().all() for value in weights(run).values())
 
 
@@ -269,6 +271,106 @@ def test_it_gives_up_after_too_many_in_a_row(shapes, tmp_path, capsys):
     assert len(steps(run)) <= 5
     assert [math.isfinite(value) for value in losses(run)[-3:]] == [False] * 3
     assert "3 steps in a row had no finite loss" in (run / "out.log").read_text()
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.norm = tower, nn.BatchNorm2d(1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.tower(self.norm(images))
+
+
+def test_a_step_that_is_not_finite_leaves_running_statistics_as_they_were(shapes, tmp_path, monkeypatch):
+    original = TinyTowers.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        self.image = WithBatchNorm(self.image)
+
+    def pixels(self, images):
+        return Towers.pixels(self, images) * (math.nan if len(images) == 32 and next(calls) == 2 else 1)
+
+    calls = itertools.count()
+    monkeypatch.setattr(TinyTowers, "__init__", init)
+    monkeypatch.setattr(TinyTowers, "pixels", pixels)
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--save-steps", "1", "--keep", "0")
+    assert [math.isfinite(value) for value in losses(run)] == [True, True, False, True, True, True]
+    before, after = (
+        checkpoint.load(run / "checkpoints" / f"step_0000000{step}.pt")["state_dict"]["image.norm.running_mean"]
+        for step in (2, 4)
+    )
+    assert before.isfinite().all()
+    assert after.isfinite().all()
+    assert not (run / "checkpoints" / "step_00000003.pt").exists()  # of a step that was not finite
+
+
+def test_batch_norm_is_warned_of(shapes, tmp_path, monkeypatch):
+    original = TinyTowers.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        self.image = WithBatchNorm(self.image)
+
+    monkeypatch.setattr(TinyTowers, "__init__", init)
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--steps", "1", name="whole")
+    assert "batch norms" not in (run / "out.log").read_text()
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        run = train(tmp_path, "--train-data", shapes, *QUICK, "--steps", "1", "--chunk-size", "16", name="chunks")
+    assert "the run depends on the number of ranks and on --chunk-size" in (run / "out.log").read_text()
+
+
+def test_steps_that_are_not_finite_do_not_push_out_checkpoints(shapes, tmp_path):
+    flags = ["--lr", "1e30", "--warmup", "0", "--max-nonfinite", "4", "--save-steps", "1", "--keep", "1"]
+    run = train(tmp_path, "--train-data", shapes, *QUICK, *flags, "--steps", "9", code=1)
+    finite = sum(math.isfinite(value) for value in losses(run))
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{finite:08d}.pt"]
+
+
+def test_any_seed_will_do(shapes, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--steps", "1", "--seed", str(2**63 - 1))
+    assert math.isfinite(losses(run)[0])
+
+
+def test_an_evaluation_that_fails_loses_no_training(shapes, tmp_path):
+    table = write_shapes(tmp_path / "bad")
+    for image in table.parent.glob("*.png"):
+        image.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"--val-data must have samples, got 96 that were all skipped"):
+        train(tmp_path, "--train-data", shapes, *QUICK, "--val-data", str(table), "--steps", "2")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002.pt"]
+
+
+def test_what_towers_log_is_in_the_log(shapes, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--steps", "1", "--lock-image")
+    assert "the image tower of tiny has random weights" in (run / "out.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "foo"], "--device must be auto, cpu or cuda, got 'foo'"),
+        (["--device", "cuda"], "torch finds no CUDA device"),
+        (["--memory-budget", "5XB"], "memory_budget must be"),
+        (["--init-logit-scale", "0.5"], "at least 1"),
+        (["--resume", "latest", "--name", "x", "--logs", "FILE"], "Not a directory"),
+        (["--logs", "FILE"], "Not a directory"),
+        (["--model", "ViT-B-32x"], "ViT-B-32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_mistakes_are_named_in_one_line(shapes, tmp_path, capsys, flags, message):
+    if flags[-1] == "FILE":
+        (tmp_path / "file").touch()
+        flags = [*flags[:-1], str(tmp_path / "file")]
+    import_torchvision()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--train-data", shapes, *QUICK, "--logs", str(tmp_path), *flags])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in said
+    assert "Traceback" not in said
 
 
 def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):

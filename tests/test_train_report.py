@@ -387,3 +387,27 @@ def test_without_its_package_tensorboard_is_refused_and_nothing_stays_open(tmp_p
 def test_tensorboard_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     make(tmp_path).close()
+
+
+def test_names_that_no_encoding_has_can_be_logged(tmp_path):
+    with make(tmp_path) as report:
+        report.warn("skipped \udce9.jpg")
+    assert "skipped \\udce9.jpg" in (tmp_path / "out.log").read_text()
+
+
+def test_what_was_logged_before_is_shown_by_the_report(tmp_path, capsys):
+    with report_module.holding_log() as held:
+        logging.getLogger("megabatch.train.towers").warning("before")
+    assert "before" not in capsys.readouterr().err
+    with make(tmp_path) as report:
+        report.replay(held)
+    assert "WARNING | before" in (tmp_path / "out.log").read_text()
+
+
+def test_samples_of_steps_that_were_not_finite_are_cut_with_the_metrics(tmp_path):
+    with make(tmp_path) as report:
+        for step in (1, 2, 3):
+            report.not_finite(step, {"train/loss": math.nan}, ["a", "b"])
+    make(tmp_path, first_step=2).close()
+    kept = [json.loads(line) for line in lines(tmp_path / "nonfinite.jsonl")]
+    assert kept == [{"step": step, "train/loss": "nan", "samples": ["a", "b"]} for step in (1, 2)]

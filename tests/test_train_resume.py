@@ -1,9 +1,11 @@
 """A run that was killed, or asked to leave, goes on as if nothing had been: to the bit."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -137,6 +139,154 @@ def test_a_run_killed_anywhere_goes_on_to_the_bit(shapes, uninterrupted, tmp_pat
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+def test_the_best_has_its_name_before_the_run_may_be_killed(shapes, tmp_path):
+    """With a learning rate of 0 the first evaluation stays the best."""
+    words = words_for(shapes, tmp_path, "--lr", "0")
+    killed = new_process(run_until_killed, words, "after a checkpoint has its name", 4)  # params, step 2, best, step 4
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    assert cli.main([*words, "--resume", "latest"]) == 0
+    assert checkpoint.load(tmp_path / "run" / "checkpoints" / "best.pt")["global_step"] == 4
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """The shapes, in two tars."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_shapes(folder / "shapes")
+    images = sorted((folder / "shapes").glob("*.png"))
+    for number in range(2):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for image in images[number::2]:
+                tar.add(image, image.name)
+                caption = image.stem.replace("-", " ").encode()
+                member = tarfile.TarInfo(f"{image.stem}.txt")
+                member.size = len(caption)
+                tar.addfile(member, io.BytesIO(caption))
+    return f"{folder}/{{0..1}}.tar"
+
+
+def test_drawn_shards_workers_and_fp16_go_on_to_the_bit_too(shards, tmp_path):
+    more = ["--dataset-resampled", "--workers", "2", "--precision", "fp16", "--val-steps", "100", "--steps", "6"]
+    words = words_for(shards, tmp_path, *more)
+    assert cli.main([*words, "--name", "whole"]) == 0
+    assert cli.main([*words, "--name", "parts", "--steps", "4", "--lr-scheduler", "const"]) == 0
+    again = ["train", "--logs", str(tmp_path), "--name", "parts", "--resume", "latest", "--steps", "6"]
+    assert cli.main([*words, "--name", "constant", "--lr-scheduler", "const"]) == 0
+    assert cli.main(again) == 0
+    parts, constant = tmp_path / "parts", tmp_path / "constant"
+    assert losses(parts) == losses(constant)
+    scaler = [checkpoint.load(run / "checkpoints" / "step_00000006.pt")["scaler"] for run in (parts, constant)]
+    assert scaler[0] == scaler[1]
+
+
+def test_settings_of_the_optimizer_that_are_given_anew_count(shapes, uninterrupted, tmp_path):
+    path = str(uninterrupted / "checkpoints" / "step_00000006.pt")
+    words = ["train", "--logs", str(tmp_path), "--name", "other", "--resume", path, "--wd", "0.05", "--beta2", "0.5"]
+    assert cli.main(words) == 0
+    plain, decaying = checkpoint.load(tmp_path / "other" / "checkpoints" / "step_00000008.pt")["optimizer"][
+        "param_groups"
+    ]
+    assert (plain["weight_decay"], decaying["weight_decay"]) == (0, 0.05)
+    assert plain["betas"] == decaying["betas"] == (0.9, 0.5)
+
+
+def test_an_older_checkpoint_begins_another_run(shapes, uninterrupted, capsys):
+    before = same_but_for_time(uninterrupted)
+    older = uninterrupted / "checkpoints" / "step_00000006.pt"
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--resume", str(older)])
+    assert "--resume must be the latest checkpoint of a run that goes on, step_00000008.pt" in capsys.readouterr().err
+    assert same_but_for_time(uninterrupted) == before
+
+
+def test_a_checkpoint_does_not_go_on_in_the_folder_of_another_run(shapes, uninterrupted, tmp_path, capsys):
+    victim = train(tmp_path, "--train-data", shapes, *FLAGS[:-2], "--steps", "2", name="victim")
+    before = {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
+    path = str(uninterrupted / "checkpoints" / "best.pt")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--logs", str(tmp_path), "--name", "victim", "--resume", path])
+    assert "--name must be that of a new run, got victim" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_that_is_in_no_run_needs_a_name(uninterrupted, tmp_path, capsys):
+    (tmp_path / "copy.pt").write_bytes((uninterrupted / "checkpoints" / "best.pt").read_bytes())
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--resume", str(tmp_path / "copy.pt")])
+    assert "copy.pt must come with --name" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["copy.pt"]
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--logs", str(tmp_path), "--name", "fisrt", "--resume", "latest"])
+    assert f"--resume latest must find a run, got none at {tmp_path / 'fisrt'}" in capsys.readouterr().err
+
+
+def test_settings_of_a_resumed_run_taken_elsewhere_start_anew(shapes, uninterrupted, tmp_path):
+    path = str(uninterrupted / "checkpoints" / "step_00000006.pt")
+    assert cli.main(["train", "--logs", str(tmp_path), "--name", "second", "--resume", path]) == 0
+    params = str(tmp_path / "second" / "params.yaml")
+    assert cli.main(["train", "--config", params, "--name", "third"]) == 0
+    assert losses(tmp_path / "third") == losses(uninterrupted)
+
+
+def leave_before_the_evaluation(words: list[str]) -> None:
+    """SIGTERM comes in the last step, and is heard in it."""
+    torch.set_num_threads(1)
+    original = loop.Trainer._tell
+
+    def tell(self, batch, asked):
+        if batch.step == STEPS - 1:
+            asked.append(signal.SIGTERM)
+        return original(self, batch, asked)
+
+    loop.Trainer._tell = tell
+    raise SystemExit(cli.main(words))
+
+
+def test_an_evaluation_that_a_signal_left_out_is_made_up_for(shapes, uninterrupted, tmp_path):
+    asked = new_process(leave_before_the_evaluation, words_for(shapes, tmp_path))
+    asked.join(60)
+    assert asked.exitcode == 143
+    assert len(evaluations(tmp_path / "run")) == 1
+    assert cli.main(words_for(shapes, tmp_path, "--resume", "latest")) == 0
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def asked_on_ranks(rank, group, folder, words):
+    """Each rank gets SIGTERM twice, as from a scheduler and from torchrun, while a step is under way."""
+    original = loop.Trainer._descend
+
+    def descend(self, encoder, batch):
+        if batch.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, encoder, batch)
+
+    loop.Trainer._descend = descend
+    raise SystemExit(cli.main(words))
+
+
+def test_ranks_that_are_asked_twice_save_and_leave(shapes, tmp_path):
+    words = words_for(shapes, tmp_path, "--save-steps", "100", "--val-steps", "100")
+    assert run_apart(2, asked_on_ranks, tmp_path, words, group_timeout=15, deadline=60) == [143, 143]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004.pt"]
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
+    monkeypatch.setattr(loop, "ONE_REQUEST_SECONDS", 0.2)
+    with loop.leaving_when_asked() as asked:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # handed on by torchrun
+        assert asked == [signal.SIGINT] * 2
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def killed_on_ranks(rank, group, folder, words, count):
     if rank == 1:
         run_until_killed(words, "in the backward", count)
@@ -212,7 +362,7 @@ def test_a_checkpoint_of_another_model_is_refused(shapes, uninterrupted, tmp_pat
     path = str(uninterrupted / "checkpoints" / "best.pt")
     with pytest.raises(SystemExit):
         cli.main(["train", "--logs", str(tmp_path), "--name", "other", "--resume", path, "--model", "small"])
-    assert "must fit --model small" in capsys.readouterr().err
+    assert "must train what it trained, got another number of parameters" in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_is_left_as_it_is(shapes, uninterrupted):

@@ -23,8 +23,8 @@ from megabatch.train.towers.open_clip import OpenClipTowers
 from megabatch.train.towers.small import SmallTowers
 
 from .shims import import_torchvision
-from .training import losses, train, write_shapes
 from .test_structure import HEAVY, loaded_by
+from .training import losses, train, write_shapes
 
 TEXTS = ["a red bicycle", "two cats", "", "naïve café 東京", "a rather long text " * 20, "x"]
 KINDS = ["tiny", "small", "clip", "custom", "timm", "hf-clip", "hf-siglip"]
@@ -355,11 +355,6 @@ def test_a_bias_that_the_loss_does_not_use_waits_for_no_gradient(
     assert frozen is not None
     assert not frozen.requires_grad
     assert "--loss infonce has no bias: the logit_bias of" in caplog.text
-
-
-def test_an_image_tower_without_images_waits_for_no_gradient() -> None:
-    towers = make_towers(Model("small"), loss="infonce", texts_only=True)
-    assert not any(x.requires_grad for x in towers.image_parts()[0].parameters())
 
 
 def test_locking_random_weights_is_logged(

@@ -62,7 +62,7 @@ def _draw(nearest: list[list[int]], places: list[int], among: int) -> Image.Imag
     title = f"the first {FOUND} of {among:,} icons, none of them seen before"
     pen.text((MARGIN, 20), "held-out name", FAINT, small)
     pen.text((MARGIN + TEXT_WIDTH, 20), title, FAINT, small)
-    pen.text((right + 20, 20), "the right one is the", FAINT, small)
+    pen.text((right + 20, 20), "right one, and place", FAINT, small)
     for row, (found, place) in enumerate(zip(nearest, places, strict=True)):
         top = HEAD + row * CELL
         pen.text((MARGIN, top + CELL // 2), _short(icons[row].text, large), INK, large, anchor="lm")

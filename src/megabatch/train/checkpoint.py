@@ -7,7 +7,7 @@ there. It holds tensors and plain values alone, and is read without unpickling a
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -26,23 +26,29 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Path]:
         """By step, the oldest first."""
         found = [(int(match[1]), path) for path in self.folder.glob("*.pt") if (match := _WHOLE.fullmatch(path.name))]
         return iter([path for _, path in sorted(found)])
 
     def latest(self) -> Path | None:
-        return max(self, key=lambda path: int(path.stem.removeprefix("step_")), default=None)
+        paths = list(self)
+        return paths[-1] if paths else None
 
     def write(self, state: State, *, is_best: bool, for_open_clip: bool) -> Path:
-        """`epoch_latest.pt`, the name that OpenCLIP looks for, is the same file under a second name."""
+        """`epoch_latest.pt`, the name that OpenCLIP looks for, is the same file under a second name.
+
+        It gets its own name last. So a run that is killed before goes on from an earlier one, and names it all again.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{state['global_step']:08d}.pt"
-        atomically(path, lambda file: torch.save(state, file))
+        unfinished = _unfinished(path)
+        _write_to_disk(unfinished, lambda file: torch.save(state, file))
         if is_best:
-            _name_as_well(path, self.folder / "best.pt")
+            _name_as_well(unfinished, self.folder / "best.pt")
         if for_open_clip:
-            _name_as_well(path, self.folder / "epoch_latest.pt")
+            _name_as_well(unfinished, self.folder / "epoch_latest.pt")
+        _rename(unfinished, path)
         if self.keep:
             for old in list(self)[: -self.keep]:
                 old.unlink()
@@ -77,24 +83,34 @@ def load(path: Path) -> State:
 
 def atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """The file at `path` is the old one or the new one, whenever the machine stops."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with open(unfinished, "wb") as file:
+    _write_to_disk(_unfinished(path), write)
+    _rename(_unfinished(path), path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + _UNFINISHED)
+
+
+def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    with open(path, "wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    _sync(path.parent)
 
 
 def _name_as_well(path: Path, name: Path) -> None:
-    unfinished = name.with_name(name.name + _UNFINISHED)
+    second = _unfinished(name)
     with suppress(FileNotFoundError):
-        unfinished.unlink()
+        second.unlink()
     try:
-        os.link(path, unfinished)
+        os.link(path, second)
     except OSError:  # a file system without hard links
-        shutil.copyfile(path, unfinished)
-    os.replace(unfinished, name)
+        shutil.copyfile(path, second)
+    _rename(second, name)
+
+
+def _rename(path: Path, name: Path) -> None:
+    os.replace(path, name)
     _sync(name.parent)
 
 

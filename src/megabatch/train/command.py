@@ -14,7 +14,7 @@ from .checkpoint import Checkpoints
 from .config import Config, from_mapping, to_yaml
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loop import Diverged, Trainer
-from .report import Report
+from .report import Report, holding_log
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
@@ -39,19 +39,24 @@ add_arguments = add_flags
 def main(options: argparse.Namespace) -> int:
     with usage_errors("train"):
         config = _read(given_flags(options))
-    with joined(device_of(config)) as world:
+        device = device_of(config)
+    with joined(device) as world:
         with usage_errors("train"):
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
             config = replace(config, run=replace(config.run, name=folder.name))
             resume = _checkpoint_to_resume(config, folder)
             world.wait()  # before rank 0 makes the folder that others look for
-            trainer = Trainer(config, world, folder, resume)
-        if world.rank == 0:
-            Checkpoints(folder / "checkpoints", config.run.keep).clear_unfinished()
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
+            # A checkpoint says itself where it comes from: who takes these settings elsewhere starts anew.
+            config = replace(config, run=replace(config.run, resume=None))
+            with holding_log() as held:
+                trainer = Trainer(config, world, folder, resume)
+            if world.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                Checkpoints(folder / "checkpoints", config.run.keep).clear_unfinished()
+                checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
         with _report(trainer, folder, world) as report:
             report.say(f"{folder}\n{to_yaml(config)}")
+            report.replay(held)
             try:
                 number = trainer.run(report)
             except Diverged as error:
@@ -61,9 +66,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def device_of(config: Config) -> str:
-    if config.run.device != "auto":
-        return config.run.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    name, has_cuda = config.run.device, torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {name!r}.")
+    if name.startswith("cuda") and not has_cuda:
+        raise ValueError(f"--device must be one that torch finds, got {name!r}, and torch finds no CUDA device.")
+    return name
 
 
 def _read(given: dict[str, Any]) -> Config:
@@ -75,14 +85,26 @@ def _read(given: dict[str, Any]) -> Config:
         if name is None:
             raise ValueError("--resume latest must come with --name, got none. Name the run that is to go on.")
         params = Path(logs) / name / "params.yaml"
-        base = read_config({"config": params}) if params.exists() else None
+        if params.exists():
+            base = read_config({"config": params})
+        elif "train_data" not in asked:
+            raise ValueError(
+                f"--resume latest must find a run, got none at {params.parent}. Look at --name and --logs, or give "
+                "--train-data to begin it."
+            )
     elif resume is not None:
-        path = Path(resume)
-        base = from_mapping(checkpoint.load(path)["megabatch"]["config"])
-        if name is None and "logs" not in asked:  # on in its own folder
-            logs, name = str(path.resolve().parents[2]), path.resolve().parents[1].name
+        base = from_mapping(checkpoint.load(Path(resume))["megabatch"]["config"])
+        if name is None:
+            logs, name = _run_of(Path(resume).resolve())
     config = read_config(given, base=base)
     return replace(config, run=replace(config.run, logs=logs, name=name, resume=resume))
+
+
+def _run_of(path: Path) -> tuple[str, str]:
+    """Folder and name of the run that a checkpoint belongs to."""
+    if path.parent.name != "checkpoints" or not (path.parents[1] / "params.yaml").exists():
+        raise ValueError(f"--resume {path} must come with --name, because it is in no run's folder.")
+    return str(path.parents[2]), path.parents[1].name
 
 
 def _name_of(config: Config) -> str:
@@ -93,16 +115,25 @@ def _name_of(config: Config) -> str:
 
 
 def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
-    if config.run.resume is None:
+    resume, checkpoints = config.run.resume, Checkpoints(folder / "checkpoints", config.run.keep)
+    if resume == "latest":
+        return checkpoints.latest()
+    path = None if resume is None else Path(resume).resolve()
+    is_own = path is not None and path.parent == checkpoints.folder.resolve()
+    if not is_own:
         if (folder / "params.yaml").exists():
             raise ValueError(
                 f"--name must be that of a new run, got {folder.name}, which is in {folder.parent}. Take another, or "
                 "--resume latest."
             )
-        return None
-    if config.run.resume == "latest":
-        return Checkpoints(folder / "checkpoints", config.run.keep).latest()
-    return Path(config.run.resume)
+        return path
+    latest = checkpoints.latest()
+    if path is not None and latest is not None and not path.samefile(latest):
+        raise ValueError(
+            f"--resume must be the latest checkpoint of a run that goes on, {latest.name}, got {path.name}. Give a new "
+            "--name to begin another run from it."
+        )
+    return path
 
 
 def _report(trainer: Trainer, folder: Path, world: World) -> Report:

@@ -74,9 +74,9 @@ class Loss:
         "caption", "rows that share this are not each other's negatives", choices=("caption", "image", "none")
     )
     init_logit_scale: float | None = _option(
-        None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)", above=0
+        None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)", at_least=1
     )
-    max_logit_scale: float = _option(100.0, "clamped to at most this", above=0)
+    max_logit_scale: float = _option(100.0, "clamped to at most this, and at least 1", at_least=1)
     memory_budget: str | None = _option(None, "of the loss, such as 512MiB")
     dense_loss: bool = _option(False, "the dense loss, with its whole matrix, to compare with; one process only")
 

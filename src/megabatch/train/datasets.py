@@ -1,7 +1,7 @@
 """The data that a configuration names, for towers that take images of `image_size`."""
 
 from .config import Config
-from .data import open_source
+from .data import kind_of, open_source
 from .data.labelled import ImageFolder
 from .data.source import Source
 
@@ -51,8 +51,10 @@ def _open(
     limit: int | None = None,
 ) -> Source:
     data = config.data
-    # --dataset-type is that of the training data. What is held out may be of another kind.
-    kind = "auto" if held_out and what != data.train_data else data.dataset_type
+    kind = data.dataset_type
+    # --dataset-type is that of the training data. What is held out may be of another kind, if its name says so.
+    if held_out and what != data.train_data:
+        kind = kind_of(what) or kind
     return open_source(
         what,
         kind=kind,

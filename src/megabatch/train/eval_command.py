@@ -13,7 +13,7 @@ from .config import Config, from_mapping
 from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
-from .towers import Towers, make_towers
+from .towers import Towers, has_weights, make_towers
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
@@ -47,9 +47,13 @@ def main(options: argparse.Namespace) -> int:
         state = None if path is None else checkpoint.load(path)
         base = None if state is None else from_mapping(state["megabatch"]["config"])
         config = read_config(given_flags(options), base=base, training=False)
-        if state is None and "model" not in given_flags(options):
-            raise ValueError("--checkpoint must be given, or --model with weights of its own. Got neither.")
-    with joined(device_of(config)) as world:
+        if state is None and not has_weights(config.model):
+            raise ValueError(
+                "--checkpoint must be given, or --model with weights: a folder, or a name with --pretrained. Got "
+                f"neither, and {config.model.model} has none of its own."
+            )
+        device = device_of(config)
+    with joined(device) as world:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")

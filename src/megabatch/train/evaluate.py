@@ -6,6 +6,7 @@ Every rank encodes its share, and every figure is that of all.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -57,8 +58,9 @@ def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Fi
             loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features, ids)
         first, second = ("query" if source.texts_only else "image"), "text"
         figures = {"val/loss": float(loss), "val/samples": rows, "val/skipped_samples": skipped}
-        figures |= _retrieval(f"{first}_to_{second}", features.first, features.second, world)
-        figures |= _retrieval(f"{second}_to_{first}", features.second, features.first, world)
+        alike = _alike(ids, world)
+        figures |= _retrieval(f"{first}_to_{second}", features.first, features.second, alike, world)
+        figures |= _retrieval(f"{second}_to_{first}", features.second, features.first, alike, world)
     finally:
         towers.train(was_training)
     recalls = [value for name, value in figures.items() if "_R@" in name]
@@ -73,7 +75,7 @@ def _encode(towers: Towers, source: Source, config: Config, world: World) -> tup
     skipped = 0
     for batch in _in_order(source, prepare, config, world):
         with autocast(world.device, config.optimization.precision):
-            encoded = encoder(batch)
+            encoded = encoder(replace(batch, negatives=None))
         parts.append((encoded.first.float(), encoded.second.float(), batch.ids))
         skipped += len(batch.bad)
     first, second, ids = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -99,9 +101,21 @@ def _in_order(source: Source, prepare: Prepare, config: Config, world: World) ->
     )
 
 
-def _retrieval(name: str, query: Tensor, key: Tensor, world: World) -> Figures:
-    ranks = mb.retrieval_ranks(query, key, normalize=True, group=world.group)
-    ranks = torch.tensor([rank for part in world.gather(ranks.tolist()) for rank in part])
+def _alike(ids: Tensor, world: World) -> Tensor:
+    """How many others of all ranks' rows have the same id, for each row of this one."""
+    counts = Counter(each for part in world.gather(ids.tolist()) for each in part)
+    return torch.tensor([counts[each] - 1 for each in ids.tolist()], dtype=torch.int64)
+
+
+def _retrieval(name: str, query: Tensor, key: Tensor, alike: Tensor, world: World) -> Figures:
+    """Keys that score as the positive does may come before it or after it: half of them count, but for those of the
+    same id, which are as right. So towers that say the same of everything find nothing."""
+    above = mb.retrieval_ranks(query, key, normalize=True, group=world.group).cpu()
+    below = mb.retrieval_ranks(-query, key, normalize=True, group=world.group).cpu()
+    keys = int(_total(torch.tensor(len(key)), world))
+    equal = keys - 1 - above - below
+    mine = above + (equal - alike).clamp(min=0) // 2
+    ranks = torch.tensor([rank for part in world.gather(mine.tolist()) for rank in part])
     figures = {f"val/{name}_R@{k}": float((ranks < k).double().mean()) for k in RECALLS}
     return figures | {f"val/{name}_median_rank": math.floor(statistics.median(ranks.tolist())) + 1}
 

@@ -225,7 +225,7 @@ def usage_errors(command: str) -> Iterator[None]:
     in one line on stderr, with exit code 2; errors that arise in other packages keep their traceback."""
     try:
         yield
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, ImportError) as error:
         *_, (frame, _) = walk_tb(error.__traceback__)
         if not isinstance(error, OSError) and frame.f_globals["__name__"].partition(".")[0] != "megabatch":
             raise

@@ -4,6 +4,7 @@ A step is a function of the weights, the seed and its number: its samples, their
 are drawn anew from (seed, step). So a run that died goes on from its last checkpoint as if nothing had been.
 """
 
+import hashlib
 import math
 import resource
 import signal
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +40,7 @@ from .report import Report
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
+ONE_REQUEST_SECONDS = 5.0
 NAMED = 5  # skipped samples of a step in a line of the log
 
 
@@ -54,6 +57,7 @@ class Progress:
     skipped_samples: int = 0
     nonfinite_steps: int = 0
     nonfinite_in_a_row: int = 0
+    evaluated: int = 0  # the last step after which there was an evaluation
     best: float = -math.inf
 
 
@@ -87,12 +91,14 @@ class Trainer:
         if self.source.texts_only:  # nothing goes through it
             self.towers.lock_image()
         self.towers.to(world.device)
+        self.running_statistics = running_statistics(self.towers)
         self.parameters = [parameter for parameter in self.towers.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self.towers.model.named_parameters(), options)
         self.scaler = make_scaler(world.device, options.precision)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
-        self.progress, self.figures = Progress(), Figures()
+        self.progress, self.figures, self.saved = Progress(), Figures(), 0
+        self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
         self.report = Report.silent()
         if resume is not None:
             self._restore(checkpoint.load(resume), resume)
@@ -124,6 +130,7 @@ class Trainer:
         encoder = self._wrapped_encoder()
         self.towers.train()
         with leaving_when_asked() as asked:
+            self._evaluate_and_save(leaving=False)  # what a run that was asked to leave has left undone
             started = time.perf_counter()
             for batch in self._batches():
                 data_seconds = time.perf_counter() - started
@@ -132,14 +139,13 @@ class Trainer:
                 self.progress.step += 1
                 values |= self._costs(told, data_seconds, time.perf_counter() - started)
                 self.report.step(self.progress.step, values)
-                best = self._evaluate() if self._due(self._val_steps) and not told.signal else False
-                if best or told.signal or self._due(self._save_steps) or self._diverged:
-                    self.save(best)
                 if self._diverged:
                     raise Diverged(
                         f"{self.progress.nonfinite_in_a_row} steps in a row had no finite loss and gradient. Their "
-                        "samples are in nonfinite.jsonl. Lower --lr, set --grad-clip-norm, or take bf16 for fp16."
+                        "samples are in nonfinite.jsonl. Go on from the last checkpoint with a lower --lr, "
+                        "--grad-clip-norm, or bf16 for fp16."
                     )
+                self._evaluate_and_save(leaving=told.signal > 0)
                 if told.signal:
                     self.report.say(f"{signal.Signals(told.signal).name}: left after step {self.progress.step}, saved.")
                     return told.signal
@@ -193,13 +199,14 @@ class Trainer:
         values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
         if told.rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
-            torch.manual_seed((self.config.run.seed * 2**20 + step) * 2**20 + self.world.rank)
+            torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
         self._count_nonfinite(values)
         return {**values, "train/lr": lr, "train/logit_scale": scale}
 
     def _descend(self, encoder: nn.Module, batch: Batch) -> Figures:
         options = self.config.optimization
+        statistics = [buffer.clone() for buffer in self.running_statistics]
         self.optimizer.zero_grad()
         with autocast(self.world.device, options.precision):
             features = encoder(batch)
@@ -219,6 +226,9 @@ class Trainer:
             self.scaler.step(self.optimizer)
             with torch.no_grad():
                 self.towers.logit_scale.clamp_(0, math.log(self.config.loss.max_logit_scale))
+        else:
+            for buffer, before in zip(self.running_statistics, statistics, strict=True):
+                buffer.copy_(before)
         self.scaler.update()
         return values
 
@@ -267,11 +277,29 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         step = self.progress.step
-        return step == self.total_steps or (interval > 0 and step % interval == 0)
+        return step > 0 and (step == self.total_steps or (interval > 0 and step % interval == 0))
+
+    def _evaluate_and_save(self, *, leaving: bool) -> None:
+        """Where either is due. Who is asked to leave saves, and evaluates when the run goes on."""
+        best = False
+        if not leaving and self._due(self._val_steps) and self.progress.evaluated < self.progress.step:
+            try:
+                best = self._evaluate()
+            except Exception:
+                self.save()
+                raise
+        # Weights that give no finite loss must not push out those that did.
+        due = self._due(self._save_steps) and not self.progress.nonfinite_in_a_row
+        if best or leaving or (due and self.progress.step > self.saved):
+            self.save(best)
 
     def _evaluate(self) -> bool:
         """Whether this is the best so far."""
+        if self.world.group is not None:  # each rank has its own, which depend on its rows
+            for buffer in self.running_statistics:
+                dist.broadcast(buffer, 0, group=self.world.group)
         figures = evaluate_all(self.towers, self.held_out, self.classes, self.config, self.world)
+        self.progress.evaluated = self.progress.step
         if not figures:
             return False
         self.figures = figures
@@ -283,6 +311,7 @@ class Trainer:
         return True
 
     def save(self, is_best: bool = False) -> None:
+        self.saved = self.progress.step
         if self.world.rank:
             return
         step = self.progress.step
@@ -309,19 +338,29 @@ class Trainer:
 
     def _restore(self, state: checkpoint.State, path: Path) -> None:
         kept = state["megabatch"]
+        groups = self.optimizer.param_groups
+        saved = state["optimizer"]["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError(
+                f"train: --resume {path} must train what it trained, got another number of parameters. Are --model, "
+                "--lock-image and the kind of data those of its run?"
+            )
+        # What is asked for counts, not what was: load_state_dict would put the old settings back.
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             self.towers.model.load_state_dict(state["state_dict"])
             self.optimizer.load_state_dict(state["optimizer"])
+            for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(asked)
             if self.scaler.is_enabled() and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
         self.progress = Progress(**kept["progress"])
+        self.saved = self.progress.step
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
         self.figures = kept["figures"]
         self.resumed = (path, kept["ranks"], kept["config"])
-
-    resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
 
     def _introduce(self) -> None:
         report, options = self.report, self.config.optimization
@@ -331,6 +370,11 @@ class Trainer:
             f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
             f"{count / 1e6:.1f}M"
         )
+        if self.running_statistics and (self.world.size > 1 or options.chunk_size < options.global_batch_size):
+            report.warn(
+                "the towers have batch norms, which know the rows of their rank and chunk alone: the run depends on "
+                "the number of ranks and on --chunk-size"
+            )
         if warmup_steps(options, self.total_steps) > self.total_steps:
             report.warn(f"--warmup {options.warmup} is longer than the run: --lr {options.lr} is never reached")
         for source in (self.source, self.held_out):
@@ -350,8 +394,19 @@ class Trainer:
                     report.warn(f"--{name.replace('_', '-')} was {value}, now it is {now[section].get(name)}")
 
 
+def running_statistics(module: nn.Module) -> list[torch.Tensor]:
+    """What a forward in training changes: batch norms'."""
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
 def is_finite(values: Figures) -> bool:
     return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
+
+
+def stable_seed(*numbers: int) -> int:
+    """63 bits of all of them, in their order."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def peak_mib(device: torch.device) -> float:
@@ -363,12 +418,21 @@ def peak_mib(device: torch.device) -> float:
 
 @contextmanager
 def leaving_when_asked() -> Iterator[list[int]]:
-    """The signals that asked to leave, so far. The second of a kind does what it does elsewhere."""
+    """The signals that asked to leave, so far. A second Ctrl-C ends the run at once.
+
+    torchrun hands on to its ranks what they may have got themselves, so one that comes soon after is not a second one;
+    and schedulers repeat SIGTERM, for which there is SIGKILL.
+    """
     asked: list[int] = []
+    first = -math.inf
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if not asked:
+            first = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > first + ONE_REQUEST_SECONDS:
+            raise KeyboardInterrupt
         asked.append(number)
-        signal.signal(number, before[number])
 
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:

@@ -3,6 +3,7 @@
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import megabatch as mb
@@ -14,7 +15,7 @@ from .encoding import Features
 
 
 class Objective:
-    """`loss, accuracy = objective(features, batch)`: both are those of the whole batch, the same on every rank."""
+    """`loss, accuracy = objective(features, ids, negative_ids)`: of the whole batch, the same on every rank."""
 
     def __init__(self, options: Loss, world: World, *, has_negatives: bool = False) -> None:
         if options.dense_loss and world.size > 1:
@@ -27,11 +28,18 @@ class Objective:
                 f"train: --loss must be infonce where samples have negatives, got {options.loss}. Take it, or leave "
                 "the negatives out of the data."
             )
+        if has_negatives and options.duplicates == "image":
+            raise ValueError(
+                "train: --duplicates must be caption or none where samples have negatives, got image: a negative has a "
+                "text, and no query."
+            )
         self.options, self.world = options, world
         self.losses: ModuleType = reference if options.dense_loss else mb
         self.shared: dict[str, Any] = {"normalize": True, "return_stats": True, "group": world.group}
         if options.memory_budget is not None:
             self.shared["memory_budget"] = options.memory_budget
+            one = torch.ones(1, 1)
+            mb.clip_loss(one, one, 1.0, memory_budget=options.memory_budget, group=None)  # says what is wrong with it
 
     def __call__(self, features: Features, ids: Tensor, negative_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         first, second, negatives, scale, bias = features

@@ -12,8 +12,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -141,10 +141,15 @@ class Report:
             file.write(_json(step, values, samples=samples))
 
     def say(self, text: str) -> None:
-        LOGGER.info(text)
+        LOGGER.info(_writable(text))
 
     def warn(self, text: str) -> None:
-        LOGGER.warning(text)
+        LOGGER.warning(_writable(text))
+
+    def replay(self, held: Sequence[logging.LogRecord]) -> None:
+        """What was logged before there was a report."""
+        for record in held:
+            LOGGER.handle(record)
 
     def close(self) -> None:
         self._stack.close()
@@ -187,6 +192,9 @@ class _Silent(Report):
         pass
 
     def warn(self, text: str) -> None:
+        pass
+
+    def replay(self, held: Sequence[logging.LogRecord]) -> None:
         pass
 
     def close(self) -> None:
@@ -284,6 +292,31 @@ def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Callab
         writer.flush()
 
     return add
+
+
+@contextmanager
+def holding_log() -> Iterator[list[logging.LogRecord]]:
+    """What the library logs meanwhile, shown to nobody yet."""
+    holder = _Holder()
+    close = _open_log(holder)
+    try:
+        yield holder.records
+    finally:
+        close()
+
+
+class _Holder(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def _writable(text: str) -> str:
+    """Names of files may be what no encoding has."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _json(step: int, values: Mapping[str, float], **more: object) -> str:

@@ -51,7 +51,7 @@ def open_source(
         image_size: Of the images that the tower takes: larger JPEGs are decoded at twice that size, if not at their
             own. Default: always at their own.
     """
-    kind = _kind_of(what) if kind == "auto" else kind
+    kind = _recognised(what) if kind == "auto" else kind
     if kind not in KINDS:
         raise ValueError(f"--dataset-type: must be auto or one of {', '.join(KINDS)}, got {kind!r}.")
     if factors is not None and not resampled:
@@ -102,15 +102,20 @@ class First:
         return [shard for shard in shards if shard.start < shard.stop]
 
 
-def _kind_of(what: str) -> str:
+def kind_of(what: str) -> str | None:
+    """The kind of data that a name tells, or None."""
     if what == "icons":
         return "icons"
     if what.endswith(".jsonl"):
         return "jsonl"
     if what.endswith((".csv", ".tsv")):
         return "csv"
-    if re.search(r"\.tar|\.tgz|[{}]|::", what):
-        return "webdataset"
+    return "webdataset" if re.search(r"\.tar|\.tgz|[{}]|::", what) else None
+
+
+def _recognised(what: str) -> str:
+    if kind := kind_of(what):
+        return kind
     raise ValueError(
         f"{what}: must be icons, or end in .csv, .tsv, .jsonl or .tar (braces for ranges, :: between sources), because "
         f"--dataset-type is auto. If its name is right, say --dataset-type {' or '.join(KINDS)}."

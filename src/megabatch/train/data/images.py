@@ -3,6 +3,7 @@
 Sizes and crops are OpenCLIP's, and so is what it ignores: the orientation that a camera wrote down, and transparency.
 """
 
+import errno
 import hashlib
 import io
 import math
@@ -31,6 +32,12 @@ def read_file(path: Path) -> bytes:
         raise BadSample("not an image") from None
     except PermissionError:
         raise BadSample("file may not be read") from None
+    except ValueError:  # a byte of zeros
+        raise BadSample("not a path") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise BadSample("not a path") from None
+        raise
 
 
 def image_key(data: bytes) -> str:
@@ -62,6 +69,8 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
             image.load()
             if image.mode == "P" and "transparency" in image.info:
                 image = image.convert("RGBA")
+            if image.mode.startswith("I"):  # 16 bits a pixel, of which convert would take what is above 8 for white
+                image = image.point(lambda value: value * (1 / 256)).convert("L")
             return image if image.mode in ("L", "RGB") else image.convert("RGB")
         except _BOMB:
             raise BadSample("decompression bomb") from None

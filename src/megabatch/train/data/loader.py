@@ -27,25 +27,10 @@ _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
-class Batch:
-    """A rank's part of a step. Bad samples are left out, so it may have fewer rows than planned, or none.
-
-    Attributes:
-        first: Images, uint8 `[n, channels, size, size]`, or tokens of queries.
-        second: Tokens of captions or positives, `[n, length]`.
-        ids: `[n]`: equal for rows that are not each other's negatives.
-        negatives: Tokens of all rows' negatives, `[k, length]`; None where the source never has any.
-        negative_ids: `[k]`: equal to the id of a row with that text.
-        bad: Name of each sample that was left out, and the reason.
-    """
+class Batch(Piece):
+    """A rank's part of a step. Bad samples are left out, so it may have fewer rows than planned, or none."""
 
     step: int
-    first: Tensor
-    second: Tensor
-    ids: Tensor
-    negatives: Tensor | None
-    negative_ids: Tensor | None
-    bad: list[tuple[str, str]]
 
 
 def batches(
@@ -168,7 +153,7 @@ class _Assembly:
             if self._negatives
             else (None, None)
         )
-        return Batch(self._step, first, second, ids, negatives, negative_ids, self._bad)
+        return Batch(first, second, ids, negatives, negative_ids, self._bad, self._step)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
         joined = torch.cat(tensors)

@@ -57,8 +57,7 @@ class Shards:
         self._stops = torch.tensor([len(index.keys) for index in indices]).cumsum(0).tolist()
         if not self._stops[-1]:
             raise ValueError(
-                f"--train-data {patterns}: must hold samples key.jpg with key.txt (or key.json), holds none: "
-                f"{dict(self.problems)}."
+                f"{patterns}: must hold samples key.jpg with key.txt (or key.json), holds none: {dict(self.problems)}."
             )
         self._places = torch.cat([index.places for index in indices])
         self._keys = Strings(key for index in indices for key in index.keys)
@@ -134,7 +133,7 @@ def _expanded(source: str) -> list[Path]:
     if re.match(r"\w{2,}:", source):
         raise ValueError(f"{source}: must be a local file. Copy the shards to a disk first, or mount what holds them.")
     if not source:
-        raise ValueError("--train-data: must have a source before and after each ::, got none.")
+        raise ValueError("tar shards: must have a source before and after each ::, got none.")
     try:
         paths = [Path(path) for path in braceexpand(source)]
     except ValueError:

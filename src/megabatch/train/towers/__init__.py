@@ -9,19 +9,18 @@ import torch
 from ..config import Model
 from .towers import Tokenizer, Towers
 
-__all__ = ["Tokenizer", "Towers", "make_towers"]
+__all__ = ["Tokenizer", "Towers", "has_weights", "make_towers"]
 
 _log = logging.getLogger(__name__)
 
 
-def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = None, texts_only: bool = False) -> Towers:
+def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = None) -> Towers:
     """The towers that `model` names, ready to train with `loss`: "clip", "siglip" or "infonce".
 
     Random weights come from torch's generator alone: the caller sets torch.manual_seed.
 
     Args:
         init_logit_scale: 1/temperature. `None` leaves pretrained towers theirs, and starts others as the loss's paper.
-        texts_only: No image will come: the image tower must not wait for gradients.
     """
     if init_logit_scale is not None and not 0 < init_logit_scale < math.inf:
         raise ValueError(f"--init-logit-scale: must be a positive number, got {init_logit_scale}.")
@@ -48,9 +47,9 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
         with torch.no_grad():
             towers.logit_scale.fill_(math.log(init_logit_scale))
     _settle_bias(towers, model, loss)
-    if model.lock_image or texts_only:
+    if model.lock_image:
         towers.lock_image()
-    if model.lock_image and not _has_weights(model):
+    if model.lock_image and not has_weights(model):
         _log.warning("--lock-image: the image tower of %s has random weights, and keeps them.", model.model)
     if model.grad_checkpointing:
         towers.checkpoint_activations()
@@ -70,7 +69,8 @@ def _built_in(model: Model, scale: float, bias: float | None) -> Towers:
     return towers
 
 
-def _has_weights(model: Model) -> bool:
+def has_weights(model: Model) -> bool:
+    """Whether its towers start from trained weights."""
     stored = Path(model.model).is_dir() or model.model.startswith(("local-dir:", "hf-hub:"))
     return model.model not in ("tiny", "small") and (stored or model.pretrained is not None)
 
