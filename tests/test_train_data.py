@@ -41,7 +41,7 @@ from megabatch.train.data import (
     read_templates,
     shards,
 )
-from megabatch.train.data.images import center_crop, decode, random_crop, to_tensor
+from megabatch.train.data.images import center_crop, decode, random_crop, squash, to_tensor
 from megabatch.train.data.source import OpenFiles, Strings
 
 
@@ -312,9 +312,23 @@ def test_random_crops_keep_the_share_of_the_area_they_must() -> None:
         random_crop(image, 8, scale, Random(1))
 
 
-def test_a_random_crop_of_all_is_the_crop_of_evaluation() -> None:
-    image = picture(3, (40, 24))
-    assert to_tensor(random_crop(image, 8, 1.0, Random(0)), 3).equal(to_tensor(center_crop(image, 8), 3))
+def test_a_scale_of_1_takes_the_part_that_evaluation_takes() -> None:
+    source = Pictures(1)
+    for squashes in (False, True):
+        options = (tokenize, 8, 3, 1.0, 0, "caption")
+        trained = Prepare(*options, train=True, squashes=squashes)(source, [5], [0])
+        evaluated = Prepare(*options, train=False, squashes=squashes)(source, [0], [0])
+        assert trained.first.equal(evaluated.first)
+
+
+def test_images_become_squares_by_cutting_or_by_stretching() -> None:
+    """White with a black edge on the left, which a cut loses."""
+    image = Image.new("L", (32, 16), 255)
+    image.paste(0, (0, 0, 6, 16))
+    assert to_tensor(center_crop(image, 16), 1).min() == 255
+    stretched = to_tensor(squash(image, 16), 1)
+    assert stretched.shape == (1, 16, 16)
+    assert stretched[0, :, 0].max() == 0
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 500), (500, 1), (3, 200)])

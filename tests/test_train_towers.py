@@ -427,6 +427,7 @@ def test_features_and_names_are_those_of_open_clip(kind: str, make: Callable[...
     assert torch.equal(towers.encode_image(pixels), theirs.encode_image(pixels))
     assert torch.equal(towers.encode_text(tokens), theirs.encode_text(tokens))
     assert (towers.mean, towers.std) == (theirs.visual.image_mean, theirs.visual.image_std)
+    assert not towers.squashes
     assert towers.logit_scale is towers.model.logit_scale
 
 
@@ -706,3 +707,16 @@ def test_a_folder_of_hugging_face_trains_and_goes_on(models: Path, tmp_path: Pat
     assert losses(whole)[-1] < losses(whole)[0]
     train(tmp_path, *flags, "--steps", "2", name="parts")
     assert losses(train(tmp_path, "--resume", "latest", "--steps", "4", name="parts")) == losses(whole)
+
+
+def test_towers_say_how_images_become_squares(make: Callable[..., Towers], monkeypatch: pytest.MonkeyPatch) -> None:
+    import open_clip
+
+    assert (make("tiny").squashes, make("hf-clip").squashes, make("hf-siglip").squashes) == (False, False, True)
+    original = open_clip.create_model
+
+    def squashing(*args: Any, **options: Any) -> Any:
+        return original(*args, **options, force_preprocess_cfg={"resize_mode": "squash"})
+
+    monkeypatch.setattr(open_clip, "create_model", squashing)
+    assert make("clip").squashes

@@ -1,7 +1,8 @@
 """Measuring: `python -m megabatch.bench` and a command: loss, chunked, ring, gradients,
-kernels, demo. Built on public names only, except for `kernels`, which looks at what a backend launches.
+kernels, demo. Built on public names only, except for `kernels`, which looks at what a backend launches, and `demo`,
+which trains.
 
-In reading order. `loss` and `demo`, in one process: `cases` says what is measured, `contenders` who is measured,
+In reading order. `loss`, in one process: `cases` says what is measured, `contenders` who is measured,
 `rivals` is what they compute, `trial` is what one contender goes through, `measure` and `processes` are the
 instruments, `report` the output.
 
@@ -13,4 +14,7 @@ instruments. `gradients`, right or wrong over ranks: `peers` says who, `gradient
 
 `kernels`, the GPU kernels without a GPU: `targets` says for which GPUs, `compiling` what is compiled and how,
 `machine_code` reads what came out, `roofline` predicts from it.
+
+`demo`, in three acts: `growing` (a batch, until memory ends), `learning` (the trainer, three times; `retrieved` draws
+what it has learned), `big_step`. `trainings` runs `megabatch train` as people do, `limited` within a memory limit.
 """

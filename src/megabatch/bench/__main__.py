@@ -20,7 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kernels,
             "the GPU kernels compiled for GPUs that are not here: do they fit? how fast should they be?",
         ),
-        ("demo", demo, "dense against megabatch at growing batch sizes, under a memory limit"),
+        (
+            "demo",
+            demo,
+            "three acts: dense against megabatch under a memory limit, towers trained, a step at batch 65,536",
+        ),
     ):
         subparser = commands.add_parser(
             name, help=summary, description=command.DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter

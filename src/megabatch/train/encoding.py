@@ -70,4 +70,5 @@ def make_prepare(towers: Towers, config: Config, *, train: bool) -> Prepare:
         seed=config.run.seed,
         duplicates=config.loss.duplicates,
         train=train,
+        squashes=towers.squashes,
     )

@@ -1,4 +1,4 @@
-"""Some 17,000 pictures with captions that come by pip: the icons inside the fonts of the package qtawesome.
+"""17,000 pictures with captions that come by pip: the icons inside the fonts of the package qtawesome.
 
 The picture is a glyph, the caption its name: "account-arrow-left-outline" reads "account arrow left outline". Fonts
 repeat each other and themselves (filled, outlined, bold), so duplicates are joined, and what is held out is held out

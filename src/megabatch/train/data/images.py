@@ -85,13 +85,13 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return _resized(image, size, (left, top, left + side, top + side))
 
 
-def random_crop(image: Image.Image, size: int, scale: float, random: Random) -> Image.Image:
-    """A random part with at least `scale` of the image's area and sides of up to 3:4, as a square `size` pixels wide.
+def squash(image: Image.Image, size: int) -> Image.Image:
+    """The whole image, `size` pixels wide and high."""
+    return _resized(image, size, (0, 0, image.width, image.height))
 
-    A scale of 1 leaves nothing to chance: it is the crop of evaluation.
-    """
-    if scale >= 1:
-        return center_crop(image, size)
+
+def random_crop(image: Image.Image, size: int, scale: float, random: Random) -> Image.Image:
+    """A random part with at least `scale` of the image's area and sides of up to 3:4, as a square of side `size`."""
     for _ in range(10):
         area = image.width * image.height * random.uniform(scale, 1)
         ratio = math.exp(random.uniform(math.log(_LOWEST_RATIO), math.log(_HIGHEST_RATIO)))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .images import center_crop, random_crop, to_tensor
+from .images import center_crop, random_crop, squash, to_tensor
 from .source import BadSample, Sample, Source
 
 
@@ -40,10 +40,11 @@ class Prepare:
 
     Attributes:
         tokenizer: Texts to tokens `[n, length]`, of one length for all texts.
-        crop_scale: See `images.random_crop`.
+        crop_scale: See `images.random_crop`. At 1 training takes the same part of an image as evaluation.
         seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
+        squashes: How evaluation makes squares of images: by stretching, or by cutting.
     """
 
     tokenizer: Callable[[Sequence[str]], Tensor]
@@ -53,6 +54,7 @@ class Prepare:
     seed: int
     duplicates: str
     train: bool
+    squashes: bool = False
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
@@ -85,10 +87,11 @@ class Prepare:
         )
 
     def _pixels(self, image: Image.Image, number: int, index: int) -> Tensor:
-        if self.train:
+        if self.train and self.crop_scale < 1:
             random = Random(f"{self.seed}/{number}/{index}")
             return to_tensor(random_crop(image, self.image_size, self.crop_scale, random), self.channels)
-        return to_tensor(center_crop(image, self.image_size), self.channels)
+        cut = squash if self.squashes else center_crop
+        return to_tensor(cut(image, self.image_size), self.channels)
 
     def _tokens(self, *groups: list[str]) -> Sequence[Tensor]:
         """The tokens of each group, of one call of the tokenizer. It is never asked for nothing: some cannot."""

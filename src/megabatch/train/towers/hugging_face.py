@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .towers import Towers
+from .towers import WrappedTowers
 
 # Each kind of model, and the mean and deviation of pixels that its family was trained with.
 CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.mo
 _log = logging.getLogger(__name__)
 
 
-class HuggingFaceTowers(Towers):
+class HuggingFaceTowers(WrappedTowers):
     """The model, its tokenizer and the normalisation of its pixels, from one folder.
 
     Without preprocessor_config.json (or processor_config.json) pixels are normalised as OpenAI's CLIP and Google's
@@ -41,18 +41,7 @@ class HuggingFaceTowers(Towers):
             self.tokenizer.check_end(text.eos_token_id)
         self.image_size, self.channels = vision.image_size, vision.num_channels
         self.mean, self.std = _pixels(folder, kind, self.channels)
-
-    @property
-    def model(self) -> nn.Module:
-        return cast(nn.Module, self.clip)
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.clip.logit_scale)
-
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return cast("nn.Parameter | None", getattr(self.clip, "logit_bias", None))
+        self.squashes = kind == "siglip"
 
     def encode_image(self, images: Tensor) -> Tensor:
         return _features(self.clip.get_image_features(pixel_values=images))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .hugging_face import check_vocabulary
-from .towers import Tokenizer, Towers
+from .towers import Tokenizer, WrappedTowers
 
 _log = logging.getLogger(__name__)
 
 
-class OpenClipTowers(Towers):
+class OpenClipTowers(WrappedTowers):
     """A model of open_clip with an image and a text tower.
 
     Args:
@@ -56,6 +56,7 @@ class OpenClipTowers(Towers):
         self._take_image_size(name, force_image_size)
         preprocessing = self.clip.visual.preprocess_cfg
         self.mean, self.std = tuple(preprocessing["mean"]), tuple(preprocessing["std"])
+        self.squashes = preprocessing.get("resize_mode") == "squash"
         if init_logit_bias and self.clip.logit_bias.eq(0).all():  # open_clip's, for weights that have none
             self.clip.logit_bias.data.fill_(init_logit_bias)
             _log.warning("--pretrained: the weights have no logit_bias: it starts at %s.", init_logit_bias)
@@ -89,18 +90,6 @@ class OpenClipTowers(Towers):
                 f"--force-image-size: must be a size that {name!r} takes, got {forced}: {_said(error)}."
             ) from error
         self.clip.train(training)
-
-    @property
-    def model(self) -> nn.Module:
-        return cast(nn.Module, self.clip)
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.clip.logit_scale)
-
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return cast("nn.Parameter | None", self.clip.logit_bias)
 
     def encode_image(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.clip.encode_image(images, normalize=False))

@@ -1,6 +1,7 @@
 """What two towers are to the rest."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ class Towers(nn.Module):
         image_size: Side of the images it takes, in pixels.
         channels: 1 for grey images, 3 for RGB.
         mean, std: Per channel, of pixels between 0 and 1.
+        squashes: Whether images that are no squares are to be made so by stretching, or else by cutting.
         tokenizer: Texts to tokens.
         model: The module whose state is saved: this one, or the one of another library that it wraps.
     """
@@ -24,6 +26,7 @@ class Towers(nn.Module):
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    squashes = False
     tokenizer: Tokenizer
 
     def __init__(self) -> None:
@@ -88,3 +91,21 @@ class Towers(nn.Module):
             for part in self.image_parts():
                 part.eval()
         return self
+
+
+class WrappedTowers(Towers):
+    """Those of a model of another library, whose state keeps its own names."""
+
+    clip: Any
+
+    @property
+    def model(self) -> nn.Module:
+        return cast(nn.Module, self.clip)
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.clip.logit_scale)
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        return cast("nn.Parameter | None", getattr(self.clip, "logit_bias", None))
