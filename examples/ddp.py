@@ -26,8 +26,7 @@ class TwoTowers(nn.Module):
         return self.image(images), self.text(texts), self.log_scale.exp()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")  # "nccl", and a device per rank, on GPUs
+def train() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     lenses = torch.randn(2, 32, 128) / 32**0.5
@@ -45,8 +44,9 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 5 == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}")  # the same on every rank
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")  # "nccl", and a device per rank, on GPUs
+    train()
+    dist.destroy_process_group()  # after the model, whose reducer may otherwise wait for ever for gloo's threads

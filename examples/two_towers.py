@@ -60,10 +60,14 @@ def main() -> None:
     backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **alone)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    train(args, device)
+    dist.destroy_process_group()  # after the model, whose reducer may otherwise wait for ever for gloo's threads
 
+
+def train(args: argparse.Namespace, device: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     data = torch.Generator().manual_seed(1 + rank)  # every rank has pairs of its own
     ddp = DistributedDataParallel(TwoTowers().to(device))
@@ -93,7 +97,6 @@ def main() -> None:
     dist.all_reduce(found)
     if rank == 0:
         print(f"{found.item() / world_size:.1%} of unseen images find their text")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
