@@ -30,15 +30,13 @@ def make_pairs(count: int, palette: Tensor) -> tuple[Tensor, Tensor]:
     return images + 0.1 * torch.randn_like(images), torch.cat([colours, end], dim=1)
 
 
-def main() -> None:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def train(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     palette = torch.randn(COLOURS, 3)
     vision = CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=16)
     text = CLIPTextCfg(context_length=5, vocab_size=COLOURS + 1, width=64, heads=2, layers=2)
     model: torch.nn.Module = CLIP(32, vision, text, output_dict=True)
     if world_size > 1:
-        dist.init_process_group("gloo")  # "nccl", and a device per rank, on GPUs
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     criterion = ClipLoss(rank=rank, world_size=world_size)
@@ -51,9 +49,11 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 10 == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}", flush=True)
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    if ranks := int(os.environ.get("WORLD_SIZE", "0")):
+        dist.init_process_group("gloo")  # "nccl", and a device per rank, on GPUs
+    train(int(os.environ.get("RANK", "0")), max(1, ranks))
+    if ranks:
+        dist.destroy_process_group()  # after the model, whose reducer may otherwise wait for ever for gloo's threads

@@ -35,6 +35,17 @@ UNINITIALISED = [
 ]
 
 
+# The files that take longest begin, so that two workers end together. Those that wait for processes of their own much of
+# the time alternate with those that compute.
+LONGEST = ["examples", "triton", "bench_demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
+LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "bench_kernels"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
