@@ -35,8 +35,8 @@ UNINITIALISED = [
 ]
 
 
-# The files that take longest begin, so that two workers end together. Those that wait for processes of their own much of
-# the time alternate with those that compute.
+# The files that take longest begin, so that two workers end together. Those that wait for processes of their own much
+# of the time alternate with those that compute.
 LONGEST = ["examples", "triton", "bench_demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
 LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "bench_kernels"]
 

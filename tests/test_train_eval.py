@@ -163,6 +163,30 @@ def test_pairs_of_texts_are_looked_for_both_ways(tmp_path):
     assert figures["val/text_to_query_median_rank"] < 20
 
 
+def test_a_run_on_texts_has_no_figures_of_images(tmp_path, classes, capsys):
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
+    run = train(tmp_path, "--train-data", pairs, *FLAGS, "--steps", "1")
+    for flags in (["--val-data", "icons"], ["--zeroshot-data", str(classes)]):
+        with pytest.raises(SystemExit):
+            cli.main(["eval", "--checkpoint", str(run), *flags])
+        assert "got one that was trained on texts alone" in capsys.readouterr().err
+
+
+def test_samples_that_cannot_be_read_at_all_are_told_in_one_line(run, tmp_path, capsys):
+    table = write_shapes(tmp_path / "bad")
+    for image in table.parent.glob("*.png"):
+        image.write_bytes(b"nothing")
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--checkpoint", str(run), "--val-data", str(table)])
+    assert "error: --val-data must have samples, got 96 that were all skipped" in capsys.readouterr().err
+
+
+def test_flags_of_training_are_not_evaluations(run, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--checkpoint", str(run), "--lr", "1e-3"])
+    assert "--lr is not known" in capsys.readouterr().err
+
+
 def test_the_first_samples_can_be_asked_for(run, tmp_path):
     assert evaluated(tmp_path, "--checkpoint", str(run), "--val-num-samples", "10")["val/samples"] == 10
 

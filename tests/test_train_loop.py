@@ -91,6 +91,7 @@ def test_a_batch_may_be_larger_than_the_data(shapes, tmp_path):
     masked = train(tmp_path, *flags, "--workers", "0", name="masked")
     counted = train(tmp_path, *flags, "--workers", "0", "--duplicates", "none", name="counted")
     assert 1e-3 < losses(counted)[0] - losses(masked)[0] < math.log(2)
+    assert "they come 2.0 times in a step" in (masked / "out.log").read_text()
 
 
 # ---- it learns
@@ -207,9 +208,9 @@ def test_gradients_are_clipped(shapes, plain, tmp_path):
 @pytest.fixture
 def bad_shapes(tmp_path):
     table = write_shapes(tmp_path / "bad")
-    files = sorted(table.parent.glob("*.png"))
-    files[3].write_bytes(files[3].read_bytes()[:90])
-    files[40].write_bytes(b"MZ not an image")
+    truncated, other = (table.parent / f"{name}-circle-left.png" for name in ("black", "grey"))
+    truncated.write_bytes(truncated.read_bytes()[:90])
+    other.write_bytes(b"MZ not an image")
     return str(table)
 
 
@@ -219,8 +220,10 @@ def test_bad_samples_are_skipped_counted_and_named(bad_shapes, tmp_path):
     assert steps(run)[-1]["train/skipped_samples"] == 2
     assert steps(run)[-1]["train/samples"] == 94
     log = (run / "out.log").read_text()
-    assert "black-square-bottom.png (truncated image)" in log or "(truncated image)" in log
-    assert "(not an image)" in log
+    assert "black-circle-left.png (truncated image)" in log
+    assert "grey-circle-left.png (not an image (JPEG, PNG, WEBP, GIF, BMP))" in log
+    assert log.count("(truncated image)") == 1
+    assert "bad samples were skipped 2 times in all" in log
     over_ranks = train_on_ranks(2, tmp_path, *flags, name="ranks")
     assert losses(over_ranks) == pytest.approx(losses(run), abs=1e-5)
     assert steps(over_ranks)[-1]["train/skipped_samples"] == 2
@@ -270,7 +273,19 @@ def test_it_gives_up_after_too_many_in_a_row(shapes, tmp_path, capsys):
     )
     assert len(steps(run)) <= 5
     assert [math.isfinite(value) for value in losses(run)[-3:]] == [False] * 3
-    assert "3 steps in a row had no finite loss" in (run / "out.log").read_text()
+    assert "3 steps in a row taught nothing" in (run / "out.log").read_text()
+
+
+def test_samples_that_cannot_be_read_at_all_are_not_called_divergence(shapes, tmp_path):
+    table = write_shapes(tmp_path / "bad")
+    for image in table.parent.glob("*.png"):
+        image.write_bytes(b"nothing")
+    flags = ["--train-data", str(table), "--val-data", str(table), *QUICK, "--max-nonfinite", "3", "--val-steps", "100"]
+    run = train(tmp_path, *flags, code=1)
+    log = (run / "out.log").read_text()
+    assert "none of its samples could be read" in log
+    assert "If those could not be read, look at the data" in log
+    assert not (run / "checkpoints").exists()
 
 
 class WithBatchNorm(nn.Module):
@@ -337,8 +352,8 @@ def test_an_evaluation_that_fails_loses_no_training(shapes, tmp_path):
     table = write_shapes(tmp_path / "bad")
     for image in table.parent.glob("*.png"):
         image.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"--val-data must have samples, got 96 that were all skipped"):
-        train(tmp_path, "--train-data", shapes, *QUICK, "--val-data", str(table), "--steps", "2")
+    run = train(tmp_path, "--train-data", shapes, *QUICK, "--val-data", str(table), "--steps", "2", code=1)
+    assert "--val-data must have samples, got 96 that were all skipped" in (run / "out.log").read_text()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002.pt"]
 
 

@@ -370,3 +370,4 @@ def test_a_run_that_is_done_is_left_as_it_is(shapes, uninterrupted):
     assert cli.main(["train", "--logs", str(uninterrupted.parent), "--name", "run", "--resume", "latest"]) == 0
     assert same_but_for_time(uninterrupted) == before
     assert len(evaluations(uninterrupted)) == 2
+    assert f"all {STEPS} steps are done" in (uninterrupted / "out.log").read_text()

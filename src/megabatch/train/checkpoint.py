@@ -70,8 +70,8 @@ def load(path: Path) -> State:
         ) from None
     except Exception as error:
         raise ValueError(
-            f"checkpoint: {path} must be a file that megabatch wrote, got one that does not load ({error}). "
-            "Pass another of the run's checkpoints to --resume."
+            f"checkpoint: {path} must be a file that megabatch wrote, got one that does not load "
+            f"({type(error).__name__}). Take another of the run's checkpoints."
         ) from error
     if not isinstance(state, dict) or "megabatch" not in state:
         raise ValueError(

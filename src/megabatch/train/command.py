@@ -12,6 +12,7 @@ from ..distributed.world import World, joined
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import Config, from_mapping, to_yaml
+from .evaluate import NoSamples
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loop import Diverged, Trainer
 from .report import Report, holding_log
@@ -59,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
             report.replay(held)
             try:
                 number = trainer.run(report)
-            except Diverged as error:
+            except (Diverged, NoSamples) as error:
                 report.warn(str(error))
                 return DIVERGED
     return SIGNALLED + number if number else 0

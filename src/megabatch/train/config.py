@@ -21,7 +21,7 @@ class Data:
     """Where samples come from."""
 
     train_data: str | None = _option(
-        None, "tar shards (braces for ranges, :: between several sources), a CSV/TSV or JSONL file, or icons"
+        None, "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, or icons"
     )
     dataset_type: str = _option(
         "auto", "auto goes by the file's name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
@@ -29,7 +29,7 @@ class Data:
     train_num_samples: int | None = _option(None, "samples that make an epoch (default: all there are)", at_least=1)
     dataset_resampled: bool = _option(False, "draw shards with replacement")
     train_data_upsampling_factors: str | None = _option(
-        None, "how often each source of --train-data is drawn, like 1::2; needs --dataset-resampled"
+        None, "weight of each shard of each set in --train-data, like 1::2; needs --dataset-resampled"
     )
     csv_separator: str = _option("\t", "between columns")
     csv_img_key: str = _option("filepath", "column of the image files")

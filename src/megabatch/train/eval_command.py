@@ -2,14 +2,16 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ..distributed.world import joined
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .command import device_of
-from .config import Config, from_mapping
+from .config import Config, Optimization, Run, from_mapping
+from .data.labelled import ImageFolder
+from .data.source import Source
 from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
@@ -30,6 +32,16 @@ batch. Ranks count from 1.
 """
 
 
+# Flags that evaluation has no use for.
+OF_TRAINING = {
+    *("train_data", "train_num_samples", "dataset_resampled", "train_data_upsampling_factors", "crop_scale"),
+    *("lock_image", "grad_checkpointing", "torchcompile", "init_logit_scale", "max_logit_scale", "dense_loss"),
+    *({each.name for each in fields(Optimization)} - {"chunk_size", "precision"}),
+    *("val_frequency", "val_steps"),
+    *({each.name for each in fields(Run)} - {"device"}),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
@@ -38,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of megabatch train: a file, or a run's folder (its best, or latest)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-    add_flags(parser)
+    add_flags(parser, leave_out=OF_TRAINING)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -59,7 +71,9 @@ def main(options: argparse.Namespace) -> int:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
             towers = _towers(config, state)
             held_out, classes = open_held_out(config, towers.image_size), open_classes(config, towers.image_size)
-        figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)
+            if state is not None:
+                _refuse_untrained_images(state, config, held_out, classes)
+            figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)
         if world.rank == 0:
             _show(figures, options.json)
     return 0
@@ -86,6 +100,17 @@ def _towers(config: Config, state: checkpoint.State | None) -> Towers:
         except RuntimeError as error:
             raise ValueError(f"--checkpoint must fit --model {config.model.model}: {error}") from error
     return towers
+
+
+def _refuse_untrained_images(
+    state: checkpoint.State, config: Config, held_out: Source | None, classes: ImageFolder | None
+) -> None:
+    asks_for_images = classes is not None or (held_out is not None and not held_out.texts_only)
+    if state["megabatch"]["texts_only"] and asks_for_images and not has_weights(config.model):
+        raise ValueError(
+            "--checkpoint must be of a run with images for --val-data or --zeroshot-data with images, got one that was "
+            "trained on texts alone: its image tower is as random as at the start."
+        )
 
 
 def _show(figures: Figures, path: Path | None) -> None:

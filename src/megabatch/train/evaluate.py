@@ -44,6 +44,10 @@ def evaluate_all(
     return figures
 
 
+class NoSamples(ValueError):
+    """There is nothing to evaluate on."""
+
+
 @torch.no_grad()
 def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Figures:
     """Loss, recalls, median rank (1 is the best) over a whole source, as one batch."""
@@ -53,7 +57,7 @@ def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Fi
         features, ids, skipped = _encode(towers, source, config, world)
         rows = int(_total(torch.tensor(len(ids)), world))
         if rows == 0:
-            raise ValueError(f"eval: --val-data must have samples, got {skipped} that were all skipped.")
+            raise NoSamples(f"--val-data must have samples, got {skipped} that were all skipped.")
         with autocast(world.device, config.optimization.precision):
             loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features, ids)
         first, second = ("query" if source.texts_only else "image"), "text"
@@ -143,8 +147,9 @@ def classify(towers: Towers, folder: ImageFolder, config: Config, world: World) 
         towers.train(was_training)
     top1, top5, rows, skipped = _total(torch.tensor([*hits.tolist(), rows, skipped]), world).tolist()
     if rows == 0:
-        raise ValueError(f"eval: --zeroshot-data must have images, got {int(skipped)} that were all skipped.")
-    return {"zeroshot/top1": top1 / rows, "zeroshot/top5": top5 / rows, "zeroshot/skipped_samples": skipped}
+        raise NoSamples(f"--zeroshot-data must have images, got {int(skipped)} that were all skipped.")
+    figures = {"zeroshot/top1": top1 / rows, "zeroshot/top5": top5 / rows}
+    return figures | {"zeroshot/samples": rows, "zeroshot/skipped_samples": skipped}
 
 
 def class_features(

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,16 @@ REFUSED = {
     "--opt": "Leave it out: it is AdamW.",
     "--delete-previous-checkpoint": "Use --keep 1.",
     "--save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
+    "--aug-cfg": "Use --crop-scale: a random crop is the only augmentation.",
+    "--use-bn-sync": "Leave it out: batch norms know their rank and chunk alone.",
+    "--skip-scheduler": "Use --lr-scheduler const.",
+    "--epochs-cooldown": "Use --lr-scheduler cosine, which cools down.",
+    "--momentum": "Use --beta1.",
+    "--force-quick-gelu": "Use the model's -quickgelu name.",
+    "--lock-image-unlocked-groups": "Leave it out: --lock-image locks the whole image tower.",
+    "--coca-caption-loss-weight": "Leave it out: there is no captioning.",
+    "--coca-contrastive-loss-weight": "Leave it out: there is no captioning.",
+    "--ddp-static-graph": "Leave it out: every parameter is reduced once per step as it is.",
     "--wandb-project-name": "Use --report-to tensorboard; metrics.jsonl has every step.",
 }
 
@@ -43,14 +53,18 @@ _INSTEAD = {"steps": "epochs", "val_steps": "val_frequency", "save_steps": "save
 # ---- flags
 
 
-def add_flags(parser: argparse.ArgumentParser, sections: Iterable[str] = tuple(SECTIONS)) -> None:
-    """--config, and a flag for each field of the sections. One that is not given is not in the namespace."""
+def add_flags(
+    parser: argparse.ArgumentParser, sections: Iterable[str] = tuple(SECTIONS), *, leave_out: Collection[str] = ()
+) -> None:
+    """--config, and a flag for each field of the sections but those in `leave_out`. One that is not given is not in the
+    namespace."""
     parser.usage = "%(prog)s [--config FILE] [--flag value ...]"  # all of them would bury an error
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML; flags win over it")
     for section in sections:
         group = parser.add_argument_group(section, SECTIONS[section].__doc__)
-        for option in (option for option in OPTIONS.values() if option.section == section):
-            _add_flag(group, option)
+        for option in OPTIONS.values():
+            if option.section == section and option.name not in leave_out:
+                _add_flag(group, option)
 
 
 def _add_flag(group: Any, option: Option) -> None:

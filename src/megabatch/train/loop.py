@@ -100,6 +100,7 @@ class Trainer:
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
         self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
         self.report = Report.silent()
+        self.named: set[str] = set()  # bad samples that the log has named
         if resume is not None:
             self._restore(checkpoint.load(resume), resume)
         self._agree()
@@ -141,15 +142,17 @@ class Trainer:
                 self.report.step(self.progress.step, values)
                 if self._diverged:
                     raise Diverged(
-                        f"{self.progress.nonfinite_in_a_row} steps in a row had no finite loss and gradient. Their "
-                        "samples are in nonfinite.jsonl. Go on from the last checkpoint with a lower --lr, "
-                        "--grad-clip-norm, or bf16 for fp16."
+                        f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
+                        "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
+                        "checkpoint with a lower --lr, --grad-clip-norm, or bf16 for fp16."
                     )
                 self._evaluate_and_save(leaving=told.signal > 0)
                 if told.signal:
                     self.report.say(f"{signal.Signals(told.signal).name}: left after step {self.progress.step}, saved.")
                     return told.signal
                 started = time.perf_counter()
+        if self.progress.skipped_samples:
+            self.report.warn(f"bad samples were skipped {self.progress.skipped_samples} times in all")
         return 0
 
     def _wrapped_encoder(self) -> nn.Module:
@@ -181,10 +184,11 @@ class Trainer:
         told = Told(sum(rows), [(name, reason) for each in bad for name, reason in each], max(signals))
         self.progress.samples += told.rows
         self.progress.skipped_samples += len(told.bad)
-        if told.bad:
-            names = ", ".join(f"{name} ({reason})" for name, reason in told.bad[:NAMED])
-            more = f" and {len(told.bad) - NAMED} more" if len(told.bad) > NAMED else ""
-            self.report.warn(f"step {batch.step + 1}: skipped {len(told.bad)} bad samples: {names}{more}")
+        if new := [bad for bad in told.bad if bad[0] not in self.named]:
+            names = ", ".join(f"{name} ({reason})" for name, reason in new[:NAMED])
+            more = f", and {len(new) - NAMED} more" if len(new) > NAMED else ""
+            self.report.warn(f"step {batch.step + 1}: skipped bad samples: {names}{more}")
+            self.named |= {name for name, _ in new}
         return told
 
     # ---- a step
@@ -201,7 +205,7 @@ class Trainer:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
-        self._count_nonfinite(values)
+        self._count_nonfinite(values, told)
         return {**values, "train/lr": lr, "train/logit_scale": scale}
 
     def _descend(self, encoder: nn.Module, batch: Batch) -> Figures:
@@ -232,15 +236,16 @@ class Trainer:
         self.scaler.update()
         return values
 
-    def _count_nonfinite(self, values: Figures) -> None:
+    def _count_nonfinite(self, values: Figures, told: Told) -> None:
         if is_finite(values):
             self.progress.nonfinite_in_a_row = 0
             return
         self.progress.nonfinite_steps += 1
         self.progress.nonfinite_in_a_row += 1
         step, loss, norm = self.progress.step + 1, values["train/loss"], values["train/grad_norm"]
+        what = f"loss {loss}, gradient norm {norm}" if told.rows else "none of its samples could be read"
         self.report.warn(
-            f"step {step}: loss {loss}, gradient norm {norm}: nothing was learned from it, on any rank "
+            f"step {step}: {what}: nothing was learned from it, on any rank "
             f"({self.progress.nonfinite_in_a_row} in a row, {self.progress.nonfinite_steps} in all). Its samples are "
             "in nonfinite.jsonl."
         )
@@ -286,7 +291,8 @@ class Trainer:
             try:
                 best = self._evaluate()
             except Exception:
-                self.save()
+                if not self.progress.nonfinite_in_a_row:
+                    self.save()
                 raise
         # Weights that give no finite loss must not push out those that did.
         due = self._due(self._save_steps) and not self.progress.nonfinite_in_a_row
@@ -327,6 +333,7 @@ class Trainer:
                 "config": to_mapping(self.config),
                 "progress": asdict(self.progress),
                 "ranks": self.world.size,
+                "texts_only": self.source.texts_only,
                 "figures": self.figures,
             },
         }
@@ -370,6 +377,11 @@ class Trainer:
             f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
             f"{count / 1e6:.1f}M"
         )
+        if options.global_batch_size > len(self.source):
+            report.warn(
+                f"--global-batch-size {options.global_batch_size} is more than there are samples: they come "
+                f"{options.global_batch_size / len(self.source):.1f} times in a step, and an epoch is a step"
+            )
         if self.running_statistics and (self.world.size > 1 or options.chunk_size < options.global_batch_size):
             report.warn(
                 "the towers have batch norms, which know the rows of their rank and chunk alone: the run depends on "
@@ -385,6 +397,8 @@ class Trainer:
             return
         path, ranks, config = self.resumed
         report.say(f"resumed from {path.name} after step {self.progress.step}")
+        if self.progress.step >= self.total_steps:
+            report.say(f"all {self.total_steps} steps are done. More --steps or --epochs go on.")
         if ranks != self.world.size:
             report.warn(f"there were {ranks} ranks, now there are {self.world.size}: the last bits will differ")
         now = to_mapping(self.config)

@@ -106,11 +106,11 @@ def kind_of(what: str) -> str | None:
     """The kind of data that a name tells, or None."""
     if what == "icons":
         return "icons"
+    if re.search(r"\.tar|\.tgz|[{}]|::", what):
+        return "webdataset"
     if what.endswith(".jsonl"):
         return "jsonl"
-    if what.endswith((".csv", ".tsv")):
-        return "csv"
-    return "webdataset" if re.search(r"\.tar|\.tgz|[{}]|::", what) else None
+    return "csv" if what.endswith((".csv", ".tsv")) else None
 
 
 def _recognised(what: str) -> str:

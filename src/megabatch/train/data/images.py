@@ -18,6 +18,7 @@ from torch import Tensor
 from .source import BadSample
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+NOT_AN_IMAGE = f"not an image ({', '.join(FORMATS)})"
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 _LOWEST_RATIO, _HIGHEST_RATIO = 3 / 4, 4 / 3
 
@@ -29,7 +30,7 @@ def read_file(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise BadSample("no such file") from None
     except IsADirectoryError:
-        raise BadSample("not an image") from None
+        raise BadSample(NOT_AN_IMAGE) from None
     except PermissionError:
         raise BadSample("file may not be read") from None
     except ValueError:  # a byte of zeros
@@ -58,7 +59,7 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)  # the header: type and size
         except UnidentifiedImageError:
-            raise BadSample("not an image") from None
+            raise BadSample(NOT_AN_IMAGE) from None
         except _BOMB:
             raise BadSample("decompression bomb") from None
         except Exception:  # Pillow raises what its parsers happen to trip over

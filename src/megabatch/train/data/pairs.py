@@ -26,6 +26,8 @@ class TextPairs:
         self.has_negatives = False
         places: list[tuple[int, int, int]] = []  # offset, size, number of the line
         offset = 0
+        if not self._path.is_file():
+            raise ValueError(f"{self._path}: must be a file, and there is none.")
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():

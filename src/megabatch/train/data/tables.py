@@ -67,6 +67,8 @@ class Table:
 
 
 def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise ValueError(f"{path}: must be a file, and there is none.")
     csv.field_size_limit(2**31 - 1)  # a long caption is no mistake of the file
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
