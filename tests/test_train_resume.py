@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.nn.functional import dropout
 
 from megabatch import cli
 from megabatch.train import checkpoint, evaluate, loop
 from megabatch.train.report import Report, read_metrics
+from megabatch.train.towers.tiny import TinyTowers
 
 from .ranks import new_process, run_apart
 from .training import evaluations, losses, steps, train, write_shapes
@@ -178,6 +180,16 @@ def test_drawn_shards_workers_and_fp16_go_on_to_the_bit_too(shards, tmp_path):
     assert losses(parts) == losses(constant)
     scaler = [checkpoint.load(run / "checkpoints" / "step_00000006.pt")["scaler"] for run in (parts, constant)]
     assert scaler[0] == scaler[1]
+
+
+def test_towers_that_draw_random_numbers_go_on_to_the_bit(shapes, tmp_path, monkeypatch):
+    encode = TinyTowers.encode_image
+    monkeypatch.setattr(TinyTowers, "encode_image", lambda self, images: dropout(encode(self, images), 0.5))
+    words = words_for(shapes, tmp_path, "--val-steps", "100", "--lr-scheduler", "const", "--warmup", "0")
+    assert cli.main([*words, "--steps", "4", "--name", "whole"]) == 0
+    assert cli.main([*words, "--steps", "2", "--name", "parts"]) == 0
+    assert cli.main([*words, "--steps", "4", "--name", "parts", "--resume", "latest"]) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_settings_of_the_optimizer_that_are_given_anew_count(shapes, uninterrupted, tmp_path):
