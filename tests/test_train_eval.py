@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import dropout, normalize
 
 from megabatch import cli, reference
 from megabatch.distributed.world import World
@@ -16,6 +16,7 @@ from megabatch.train.config import from_mapping
 from megabatch.train.data import ImageFolder, Prepare
 from megabatch.train.data.tables import Table
 from megabatch.train.towers import Towers, make_towers
+from megabatch.train.towers.tiny import TinyTowers
 
 from .ranks import run_apart
 from .training import PLACES, SHADES, SHAPES, draw_shape, evaluations, train, write_pairs, write_shapes
@@ -179,6 +180,14 @@ def test_samples_that_cannot_be_read_at_all_are_told_in_one_line(run, tmp_path, 
     with pytest.raises(SystemExit):
         cli.main(["eval", "--checkpoint", str(run), "--val-data", str(table)])
     assert "error: --val-data must have samples, got 96 that were all skipped" in capsys.readouterr().err
+
+
+def test_towers_are_evaluated_as_they_are_used(run, tmp_path, monkeypatch):
+    """Dropout is for training."""
+    figures = evaluated(tmp_path, "--checkpoint", str(run))
+    encode = TinyTowers.encode_image
+    monkeypatch.setattr(TinyTowers, "encode_image", lambda self, x: dropout(encode(self, x), 0.9, self.training))
+    assert evaluated(tmp_path, "--checkpoint", str(run)) == figures
 
 
 def test_flags_of_training_are_not_evaluations(run, capsys):
