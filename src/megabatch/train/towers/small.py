@@ -1,20 +1,18 @@
 """`small`: a plain vision transformer and a text transformer on UTF-8 bytes. Nothing is downloaded."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .text_bytes import ByteTokenizer
-from .towers import Towers
+from .towers import BuiltInTowers
 
 PATCH, WIDTH, DEPTH, HEADS, EMBEDDING = 8, 256, 6, 4, 256
 BYTES = 128
 
 
-class SmallTowers(Towers):
+class SmallTowers(BuiltInTowers):
     """Two transformers of one shape, about 10 million parameters together.
 
     Args:
@@ -30,38 +28,18 @@ class SmallTowers(Towers):
     def __init__(
         self, init_logit_scale: float, init_logit_bias: float | None = None, *, image_size: int | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(init_logit_scale, init_logit_bias)
         self.image_size = 64 if image_size is None else image_size
         if self.image_size < PATCH or self.image_size % PATCH:
             raise ValueError(f"SmallTowers: image_size must be a multiple of {PATCH}, the patch, got {image_size}.")
         self.tokenizer = ByteTokenizer(BYTES)
         self.image = ImageTransformer(self.image_size)
         self.text = TextTransformer()
-        self.scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
-        self.bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return self.scale
-
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return self.bias
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        return self.image(images)  # type: ignore[no-any-return]
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        return self.text(tokens)  # type: ignore[no-any-return]
-
-    def image_parts(self) -> list[nn.Module]:
-        return [self.image]
-
-    def compiled_parts(self) -> list[nn.Module]:
-        return [self.image, self.text]
 
     def checkpoint_activations(self) -> None:
-        self.image.trunk.checkpointed = self.text.trunk.checkpointed = True
+        for part in self.modules():
+            if isinstance(part, Transformer):
+                part.checkpointed = True
 
 
 class ImageTransformer(nn.Module):

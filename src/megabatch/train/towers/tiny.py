@@ -1,53 +1,27 @@
 """Two towers for CPUs: they learn the built-in icons in half a minute on two cores."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 from .text_bytes import ByteTokenizer
-from .towers import Towers
+from .towers import BuiltInTowers
 
 _FEATURES = 128
 
 
-class TinyTowers(Towers):
+class TinyTowers(BuiltInTowers):
     """A small convolutional net on grey images, and a net on the sum of a text's n-grams of bytes.
 
     Nothing in it is random once it is made, and no sample knows of another: no dropout, no batch norm.
     """
 
     def __init__(self, init_logit_scale: float = 1 / 0.07, init_logit_bias: float | None = None) -> None:
-        super().__init__()
+        super().__init__(init_logit_scale, init_logit_bias)
         self.image_size, self.channels, self.mean, self.std = 32, 1, (0.8,), (0.35,)
         self.tokenizer = ByteTokenizer(64)
         self.image = _ConvNet()
         self.text = _NGrams()
-        self.log_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
-        self.bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return self.log_scale
-
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return self.bias
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        features: Tensor = self.image(images)
-        return features
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        features: Tensor = self.text(tokens)
-        return features
-
-    def image_parts(self) -> list[nn.Module]:
-        return [self.image]
-
-    def compiled_parts(self) -> list[nn.Module]:
-        return [self.image, self.text]
 
     def checkpoint_activations(self) -> None:
         raise ValueError(

@@ -1,5 +1,7 @@
 """What two towers are to the rest."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,7 +12,7 @@ from typing_extensions import Self
 Tokenizer = Callable[[Sequence[str]], Tensor]  # [n, length] integers; can be sent to other processes
 
 
-class Towers(nn.Module):
+class Towers(nn.Module, ABC):
     """An image and a text encoder with one space in common, and the scale (and bias) of its logits.
 
     Attributes:
@@ -39,33 +41,33 @@ class Towers(nn.Module):
         return self
 
     @property
+    @abstractmethod
     def logit_scale(self) -> nn.Parameter:
         """The logarithm of 1/temperature."""
-        raise NotImplementedError
 
     @property
-    def logit_bias(self) -> nn.Parameter | None:
-        raise NotImplementedError
+    @abstractmethod
+    def logit_bias(self) -> nn.Parameter | None: ...
 
+    @abstractmethod
     def encode_image(self, images: Tensor) -> Tensor:
         """Features, not normalised, of float images `[n, channels, image_size, image_size]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Features, not normalised, of tokens `[n, length]`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def image_parts(self) -> list[nn.Module]:
         """The modules of the image tower, its projection included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compiled_parts(self) -> list[nn.Module]:
         """The modules that torch.compile is worth its while for: one per tower."""
-        raise NotImplementedError
 
+    @abstractmethod
     def checkpoint_activations(self) -> None:
         """Form activations again in the backward instead of keeping them. ValueError where the towers cannot."""
-        raise NotImplementedError
 
     def pixels(self, images: Tensor) -> Tensor:
         """Float images as encode_image takes them, of uint8 ones."""
@@ -91,6 +93,38 @@ class Towers(nn.Module):
             for part in self.image_parts():
                 part.eval()
         return self
+
+
+class BuiltInTowers(Towers):
+    """Two modules of ours, `image` and `text`, which are set by who inherits, and a scale (and bias) beside them."""
+
+    image: nn.Module
+    text: nn.Module
+
+    def __init__(self, init_logit_scale: float, init_logit_bias: float | None) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
+        self.bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
+
+    @property
+    def logit_scale(self) -> nn.Parameter:
+        return self.log_scale
+
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        return self.bias
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.image(images))
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.text(tokens))
+
+    def image_parts(self) -> list[nn.Module]:
+        return [self.image]
+
+    def compiled_parts(self) -> list[nn.Module]:
+        return [self.image, self.text]
 
 
 class WrappedTowers(Towers):
