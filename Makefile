@@ -48,14 +48,14 @@ format: setup
 	$(PY) -m ruff format .
 
 demo: setup
-	$(PY) -m megabatch.bench demo
+	$(PY) -m megabatch bench demo
 
 bench: setup
-	$(PY) -m megabatch.bench loss
+	$(PY) -m megabatch bench loss
 
 bench-ranks: setup
-	$(PY) -m megabatch.bench ring
-	$(PY) -m megabatch.bench gradients
+	$(PY) -m megabatch bench ring
+	$(PY) -m megabatch bench gradients
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megabatch.backends import workspace
-from megabatch.bench import processes
+from megabatch.bench.instruments import processes
 
 from .ranks import Pool
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import megabatch
-from megabatch.bench import contenders, measure, processes, rivals, trial
-from megabatch.bench.__main__ import main
 from megabatch.bench.cases import LOSSES, Case
-from megabatch.bench.contenders import CONTENDERS
+from megabatch.bench.instruments import measure, processes
+from megabatch.bench.loss import contenders, rivals, trial
+from megabatch.bench.loss.contenders import CONTENDERS
+
+from .benchmarks import main
 
 MIB = 2**20
 TINY = ["loss", "--rows", "40", "--width", "8", "--repeats", "2", "--seconds", "0"]

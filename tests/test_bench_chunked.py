@@ -11,13 +11,17 @@ import pytest
 import torch
 
 import megabatch
-from megabatch.bench import cachers, chunked, chunked_trial, measure, processes
-from megabatch.bench.__main__ import main
-from megabatch.bench.cachers import CACHERS
-from megabatch.bench.chunked_trial import Weight
-from megabatch.bench.contenders import NotInstalled
-from megabatch.bench.towers import TASKS, Encoding, Shape
-from megabatch.bench.trial import Row
+from megabatch.bench.chunked import command as chunked
+from megabatch.bench.chunked import contenders as cachers
+from megabatch.bench.chunked import trial as chunked_trial
+from megabatch.bench.chunked.contenders import CACHERS
+from megabatch.bench.chunked.towers import TASKS, Encoding, Shape
+from megabatch.bench.chunked.trial import Weight
+from megabatch.bench.instruments import measure, processes
+from megabatch.bench.loss.contenders import NotInstalled
+from megabatch.bench.loss.trial import Row
+
+from .benchmarks import main
 
 MIB = 2**20
 TINY = Shape(width=8, layers=1, image=8, patch=4, context=5, vocabulary=11)

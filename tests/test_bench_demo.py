@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megabatch.bench import big_step, growing, learning, plot, retrieved, trainings
-from megabatch.bench.__main__ import main
-from megabatch.bench.learning import DENSE, OURS, RING
-from megabatch.bench.trainings import Broke, Trained
+from megabatch.bench import plot
+from megabatch.bench.demo import big_step, growing, learning, retrieved, trainings
+from megabatch.bench.demo.learning import DENSE, OURS, RING
+from megabatch.bench.demo.trainings import Broke, Trained
 from megabatch.train.data import icons
+
+from .benchmarks import main
 
 TITLES = (DENSE, OURS, RING)
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from megabatch.backends.triton_settings import ELEMENTWISE, defaults
-from megabatch.bench import compiling, kernels, machine_code, roofline
-from megabatch.bench.__main__ import main
-from megabatch.bench.compiling import VARIANTS, Compiled
-from megabatch.bench.machine_code import Figures, Work
-from megabatch.bench.targets import KIB, TARGETS
+from megabatch.bench.kernels import command as kernels
+from megabatch.bench.kernels import compiling, machine_code, roofline
+from megabatch.bench.kernels.compiling import VARIANTS, Compiled
+from megabatch.bench.kernels.machine_code import Figures, Work
+from megabatch.bench.kernels.targets import KIB, TARGETS
+
+from .benchmarks import main
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

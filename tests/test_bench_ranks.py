@@ -13,12 +13,18 @@ import torch
 import torch.distributed as dist
 
 from megabatch import reference
-from megabatch.bench import gradients_trial, peers, processes, report, ring, ring_trial, wire
-from megabatch.bench.__main__ import main
+from megabatch.bench import report
 from megabatch.bench.cases import Case
-from megabatch.bench.gradients_trial import Ratios, Setting, Step
-from megabatch.bench.ranks import Crew, Member
-from megabatch.bench.ring_trial import Digest, Row, Taken
+from megabatch.bench.gradients import contenders as peers
+from megabatch.bench.gradients import trial as gradients_trial
+from megabatch.bench.gradients.trial import Ratios, Setting, Step
+from megabatch.bench.instruments import processes, wire
+from megabatch.bench.instruments.ranks import Crew, Member
+from megabatch.bench.ring import command as ring
+from megabatch.bench.ring import trial as ring_trial
+from megabatch.bench.ring.trial import Digest, Row, Taken
+
+from .benchmarks import main
 
 MIB = 2**20
 NET_DEV = """\

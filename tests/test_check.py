@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import megabatch
-from megabatch.bench import contenders, measure, processes, trial
 from megabatch.bench.cases import Case
+from megabatch.bench.instruments import measure, processes
+from megabatch.bench.loss import contenders, trial
 from megabatch.check import speed
 from megabatch.check.cases import LOSSES, cases
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison

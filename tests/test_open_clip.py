@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.bench import measure, processes
+from megabatch.bench.instruments import measure, processes
 from megabatch.integrations import open_clip as ours
 
 from .ranks import run_apart

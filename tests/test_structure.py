@@ -32,10 +32,11 @@ MAY_IMPORT = {
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
     "integrations": {PUBLIC, "distributed"},
-    "bench": {PUBLIC, "integrations", "reference", "backends", "losses", "train"},
+    "bench": {PUBLIC, "integrations", "reference", "backends", "losses", "tiling", "distributed", "train", "plan"},
+    "plan": {PUBLIC, "tiling", "backends", "losses"},
     "train": {PUBLIC, "reference", "distributed"},
     "check": {PUBLIC, "reference", "bench", "distributed"},
-    "cli": {PUBLIC, "check", "train"},
+    "cli": {PUBLIC, "check", "train", "bench", "plan"},
     "__main__": {"cli"},
 }
 

@@ -1,4 +1,5 @@
-"""The command line. A command is a module with DESCRIPTION, add_arguments(parser) and main(options) -> exit code.
+"""The command line. A command is a module with DESCRIPTION, add_arguments(parser) and main(options) -> exit code; or
+one with DESCRIPTION and COMMANDS, which are commands of its own.
 
 It is imported when it is called, so that none pays for what another needs. It may have REFUSED: flags that it does not
 have though people look for them, and what to do instead.
@@ -18,32 +19,42 @@ COMMANDS = {
     "check": ("megabatch.check.command", "is everything exact here, and how fast is it?"),
     "train": ("megabatch.train.command", "train two towers at any batch"),
     "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot figures of a checkpoint"),
+    "bench": ("megabatch.bench.command", "measure it beside its peers on this machine"),
+    "plan": ("megabatch.plan.command", "what batch fits which GPUs, and how long is a step? Predicted"),
 }
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")
+EXTRAS |= {"matplotlib": "bench", "triton": "triton"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser("megabatch", description="Contrastive learning at any batch size.")
     parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
+    return _choose(parser, COMMANDS, words)
+
+
+def _choose(parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], words: Sequence[str]) -> int:
+    """Run the one of these commands that the first word names, with the other words."""
+    choices = parser.add_subparsers(title="commands", metavar="command")
     subparsers = {
-        name: commands.add_parser(
+        name: choices.add_parser(
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        for name, (_, summary) in COMMANDS.items()
+        for name, (_, summary) in commands.items()
     }
-    if not words or words[0] not in COMMANDS:
+    if not words or words[0] not in commands:
         parser.parse_args(words)
         parser.print_help()
         return 0
     subparser = subparsers[words[0]]
     try:
-        command = import_module(COMMANDS[words[0]][0])
+        command = import_module(commands[words[0]][0])
         subparser.description = command.DESCRIPTION
+        if hasattr(command, "COMMANDS"):
+            return _choose(subparser, command.COMMANDS, words[1:])
         command.add_arguments(subparser)
-        options, unknown = parser.parse_known_args(words)
+        options, unknown = subparser.parse_known_args(words[1:])
         if unknown:
             _refuse(subparser, unknown, getattr(command, "REFUSED", {}))
         code: int = command.main(options)

@@ -1,20 +1,13 @@
-"""Measuring: `python -m megabatch.bench` and a command: loss, chunked, ring, gradients,
-kernels, demo. Built on public names only, except for `kernels`, which looks at what a backend launches, and `demo`,
-which trains.
+"""Measuring: `megabatch bench` and a benchmark by name. Built on public names only, except for `kernels` and `tiling`,
+which look inside, and `demo` and `step`, which train.
 
-In reading order. `loss`, in one process: `cases` says what is measured, `contenders` who is measured,
-`rivals` is what they compute, `trial` is what one contender goes through, `measure` and `processes` are the
-instruments, `report` the output.
+One folder for each benchmark, and the same file names in every one: `command` is its flags and what it prints,
+`contenders` who is measured, `trial` what they go through. Shared by all: `cases` says what losses are measured on
+which inputs, `instruments` has the clock, the meters and the processes, `results` what is known of a contender,
+`session` the run from first line to last file, `report` and `plot` what it looks like.
 
-`chunked`, towers encoded in chunks: `towers` says what is trained, `cachers` who does it, `chunked_trial` what they go
-through.
-
-`ring`, a batch spread over ranks: `crews` says who, `ring_trial` what they go through; `ranks` and `wire` are the
-instruments. `gradients`, right or wrong over ranks: `peers` says who, `gradients_trial` what they go through.
-
-`kernels`, the GPU kernels without a GPU: `targets` says for which GPUs, `compiling` what is compiled and how,
-`machine_code` reads what came out, `roofline` predicts from it.
-
-`demo`, in three acts: `growing` (a batch, until memory ends), `learning` (the trainer, three times; `retrieved` draws
-what it has learned), `big_step`. `trainings` runs `megabatch train` as people do, `limited` within a memory limit.
+In reading order: `cases`, `loss/contenders` and `loss/rivals`, `loss/trial`, `instruments/measure`; the others build on
+these. `loss` is one process; `ring` a batch spread over ranks; `gradients` what comes out on them; `chunked` towers
+encoded in chunks; `step` the whole of a training step; `tiling` the stages of a step; `paper` and `peers` put tables
+together; `kernels` looks at compiled GPU kernels; `demo` plays three acts.
 """

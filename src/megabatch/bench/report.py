@@ -13,8 +13,9 @@ def machine() -> dict[str, str | int]:
     return {"cpu": _cpu(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def describe(machine: dict[str, str | int]) -> str:
-    return "{cpu}, {cores} cores\ntorch {torch}, {threads} threads".format(**machine)
+def describe(machine: dict[str, str | int], threads: str = "") -> str:
+    """`threads`: what is said of them, if it is not torch's own number."""
+    return "{cpu}, {cores} cores\ntorch {torch}, ".format(**machine) + (threads or f"{machine['threads']} threads")
 
 
 def _cpu() -> str:
@@ -81,3 +82,13 @@ def remark(status: str, note: str) -> str:
     """What stands at the end of a row."""
     word = {"ok": "", "wrong": "WRONG"}.get(status, status)
     return f"{word}: {note}" if note else word
+
+
+def spread(mean: float | None, deviation: float | None) -> str:
+    """Mean ± standard deviation."""
+    return "-" if mean is None else f"{seconds(mean)} ± {seconds(deviation)}"
+
+
+def small(value: float | None) -> str:
+    """An error."""
+    return "-" if value is None else f"{value:.1e}"

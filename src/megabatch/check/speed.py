@@ -1,6 +1,6 @@
 """How fast is it, and in what memory? A training step against the dense loss and other packages, by turns.
 
-In one process with the contenders of `megabatch.bench loss`, over ranks with the entrants of `megabatch.bench ring`.
+In one process with the contenders of `megabatch bench loss`, over ranks with the entrants of `megabatch bench ring`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from megabatch.bench import processes, ring_trial, trial
 from megabatch.bench.cases import Case
-from megabatch.bench.crews import ENTRANTS
-from megabatch.bench.ranks import Member
+from megabatch.bench.instruments import processes
+from megabatch.bench.instruments.ranks import Member
+from megabatch.bench.loss import trial
 from megabatch.bench.report import mebibytes, ratio, remark, seconds, table
-from megabatch.bench.ring_trial import Digest, Lap, Taken
+from megabatch.bench.results import Row
+from megabatch.bench.ring import trial as ring_trial
+from megabatch.bench.ring.contenders import ENTRANTS
+from megabatch.bench.ring.trial import Digest, Lap, Taken
 
 from ..distributed.world import World
 from .exactness import refusal
@@ -23,8 +26,6 @@ LOSSES = ("clip", "siglip")
 OURS = {"triton", "eager", "ring", "gather"}
 DENSE = "formula"
 REPEATS, SECONDS = 3, 1.0
-
-Row = trial.Row | ring_trial.Row
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def contests(
             yield Contest(case, _alone(case, backend) if world.size == 1 else _over_ranks(case, world))
 
 
-def _alone(case: Case, backend: str) -> list[trial.Row]:
+def _alone(case: Case, backend: str) -> list[Row]:
     device = torch.device(case.device)
     on_gpu = device.type == "cuda"
     by_kernels = on_gpu and not refusal(case.kind.function, "triton", case.dtype, device)
@@ -90,7 +91,7 @@ def _alone(case: Case, backend: str) -> list[trial.Row]:
     return trial.contest(case, names, REPEATS, SECONDS)
 
 
-def _over_ranks(case: Case, world: World) -> list[ring_trial.Row]:
+def _over_ranks(case: Case, world: World) -> list[Row]:
     member = Member(world.rank, world.size, everyone=world)
     rows = [_entered(case, member, world, name) for name in ("ring", "gather", DENSE, "open_clip")]
     runners = [row for row in rows if row.status == "ok"]
@@ -99,9 +100,9 @@ def _over_ranks(case: Case, world: World) -> list[ring_trial.Row]:
     return rows
 
 
-def _entered(case: Case, member: Member, world: World, name: str) -> ring_trial.Row:
+def _entered(case: Case, member: Member, world: World, name: str) -> Row:
     """One entrant on its own: is it there, does it fit, what memory does it need."""
-    row, entrant = ring_trial.Row(name, ENTRANTS[name].title), ENTRANTS[name]
+    row, entrant = Row(name, ENTRANTS[name].title), ENTRANTS[name]
     fits = case.device != "cpu" or trial.would_fit(entrant.held(case))
     if not all(world.gather(fits)):
         row.status = "would not fit"

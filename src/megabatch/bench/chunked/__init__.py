@@ -1,0 +1,1 @@
+"""Towers encoded chunk by chunk, by megabatch and others."""

@@ -1,0 +1,1 @@
+"""Three acts: a batch that grows until memory ends, towers that learn, one large step."""

@@ -1,0 +1,1 @@
+"""What gradients come out on several ranks, of ours and others' losses."""

@@ -1,0 +1,192 @@
+"""How long a training step should take, from what was compiled and the makers' peaks: predicted, never run.
+
+The model, of one tile of the plane:
+- a block multiplies at EFFICIENCY of the matrix units' peak, loads its features through the cache, and executes its
+  epilogue at the rate of instructions and of special functions; instructions are counted in the compiled code, both
+  sides of branches among them;
+- where two blocks or more share a multiprocessor, one's epilogue hides behind another's product, and the slowest of
+  product, instructions, special functions, cache and memory is the time; where there is one, product and epilogue add
+  up;
+- features come from memory once per tile, slopes and partial results go there and come back;
+- the gradients are library products, at EFFICIENCY or at the speed of memory, and an addition in memory.
+
+Left out: launches, latency, clocks that sink under load, bank conflicts, stalls, pipes narrower than the issue rate
+(float32 on the A100), the O(N) work between tiles.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...backends.triton_backend import Triton
+from .compiling import Compiled
+from .machine_code import Work
+from .targets import TARGETS
+
+# Of the peak of matrix units, by any kernel that keeps them fed: assumed, the same for everybody.
+EFFICIENCY = 0.75
+ROWS, WIDTH, DTYPE = 32768, 768, "bfloat16"
+HALF, FLOAT = 2, 4  # bytes
+# What the estimate needs to be compiled.
+FOLD, FOLD_APART, PUSH, PUSH_APART = NEEDED = (
+    "clip fold",
+    "clip fold, no targets",
+    "clip push",
+    "clip push, no targets",
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks from spec sheets: flops (dense) and bytes per second; per clock and multiprocessor, warp instructions and
+    special functions. `cache` is what the second-level cache delivers, by white papers; for the H100, which has none
+    on this, bytes per clock as the A100."""
+
+    name: str
+    target: str
+    half: float
+    tf32: float
+    memory: float
+    cache: float
+    multiprocessors: int
+    clock: float
+    issue: int = 4
+    special: int = 16
+
+    @property
+    def clocks(self) -> float:
+        """Of all multiprocessors, per second."""
+        return self.multiprocessors * self.clock
+
+
+GPUS = (
+    Gpu("A100 80GB SXM", "sm_80", 312e12, 156e12, 2039e9, 5120 * 1.41e9, 108, 1.41e9),
+    Gpu("H100 SXM", "sm_90", 989e12, 494e12, 3350e9, 5120 * 1.83e9, 132, 1.83e9),
+    # A wavefront of 64 takes the 16 lanes of its unit for 4 clocks, and there are 4 units.
+    Gpu("MI300X", "gfx942", 1307e12, 653.7e12, 5300e9, 8 * 2048 * 2.1e9, 304, 2.1e9, issue=1),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds, and what they are made of."""
+
+    seconds: float
+    limit: str
+
+    def share(self, products: int, gpu: Gpu, rows: int = ROWS, width: int = WIDTH) -> float:
+        """Of the peak for halves, by the products that cannot be avoided."""
+        return products * 2 * rows * rows * width / gpu.half / self.seconds
+
+
+def tile_kernel(compiled: Compiled, gpu: Gpu, rows: int, columns: int, width: int, written: int) -> Estimate:
+    """One tile; `written`: the bytes that come out of it."""
+    assert compiled.figures is not None
+    settings, target = compiled.settings, TARGETS[gpu.target]
+    blocks = math.ceil(rows / settings["rows"]) * math.ceil(columns / settings["columns"])
+    turns = math.ceil(width / settings["width"])
+    resident = compiled.resident()
+    threads = settings["warps"] * target.warp_size
+
+    def issue(work: Work) -> float:
+        return work.instructions * settings["warps"] * blocks / (gpu.issue * gpu.clocks)
+
+    loads = blocks * (settings["rows"] + settings["columns"]) * width * HALF
+    product = {
+        "product": 2 * rows * columns * width / (gpu.half * EFFICIENCY),
+        "cache": loads / gpu.cache,
+        "memory": (rows + columns) * width * HALF / gpu.memory,
+        "instructions": issue(compiled.figures.loop) * turns,
+    }
+    epilogue = {
+        "memory": written / gpu.memory,
+        "instructions": issue(compiled.figures.rest),
+        "special functions": compiled.figures.rest.special * threads * blocks / (gpu.special * gpu.clocks),
+    }
+    places = gpu.multiprocessors * max(resident, 1)
+    last_round = math.ceil(blocks / places) * places / blocks
+    if resident >= 2:
+        both = {name: product.get(name, 0.0) + epilogue.get(name, 0.0) for name in product | epilogue}
+        seconds, limit = _slowest(both)
+    else:
+        (first, why), (second, also) = _slowest(product), _slowest(epilogue)
+        seconds, limit = first + second, f"{why}, then {also}"
+    return Estimate(seconds * last_round, limit)
+
+
+def _slowest(terms: dict[str, float]) -> tuple[float, str]:
+    return max((seconds, name) for name, seconds in terms.items())
+
+
+@dataclass(frozen=True)
+class Step:
+    forward: Estimate
+    backward: Estimate
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def whole(self) -> Estimate:
+        return Estimate(self.seconds, "")
+
+
+def megabatch(compiled: Sequence[Compiled], gpu: Gpu, rows: int = ROWS, width: int = WIDTH) -> Step | None:
+    """clip_loss, forward and backward; None where something is missing among what was compiled."""
+    found = {
+        one.variant: one
+        for one in compiled
+        if (one.target, one.dtype, one.kernel, one.width) == (gpu.target, DTYPE, "tile", width) and one.figures
+    }
+    if any(name not in found for name in NEEDED):
+        return None
+    height, side = (min(longest, rows) for longest in Triton.sides(width, 1))
+    strips = math.ceil(rows / height)
+    tiles = {True: strips, False: strips * math.ceil(rows / side) - strips}  # by whether they hold targets
+    forward = backward = 0.0
+    limits = []
+    for targets, count in tiles.items():
+        if count:
+            fold, push = (found[name] for name in ((FOLD, PUSH) if targets else (FOLD_APART, PUSH_APART)))
+            folded, merged = _fold(fold, gpu, height, side, width, slots=4 if targets else 2)
+            pushed = tile_kernel(push, gpu, height, side, width, written=height * side * HALF)
+            forward += count * (folded.seconds + merged)
+            gradients = sum(_gradient(gpu, *sides, width) for sides in ((height, side), (side, height)))
+            backward += count * (pushed.seconds + gradients)
+            limits.append((folded.limit, pushed.limit))
+    return Step(Estimate(forward, limits[-1][0]), Estimate(backward, limits[-1][1]))
+
+
+def _fold(compiled: Compiled, gpu: Gpu, rows: int, columns: int, width: int, slots: int) -> tuple[Estimate, float]:
+    """The tile, and the seconds until its partial results are merged."""
+    settings = compiled.settings
+    across, down = math.ceil(columns / settings["columns"]), math.ceil(rows / settings["rows"])
+    partials = slots * (across * rows + down * columns) * FLOAT
+    return tile_kernel(compiled, gpu, rows, columns, width, written=partials), partials / gpu.memory
+
+
+def _gradient(gpu: Gpu, rows: int, columns: int, width: int) -> float:
+    """Slope times features into float32, which is then added to what is there."""
+    multiplied = 2 * rows * columns * width / (gpu.half * EFFICIENCY)
+    moved = (rows * columns + columns * width) * HALF + rows * width * FLOAT
+    return max(multiplied, moved / gpu.memory) + 3 * rows * width * FLOAT / gpu.memory
+
+
+def paper(gpu: Gpu, gradients_in_memory: bool, rows: int = ROWS, width: int = WIDTH) -> Step | None:
+    """The kernels of arXiv 2410.17243, by their source: 10 products in tf32 by tiles of 64 x 64, both features loaded
+    anew for each of 6 passes over the plane, without a pipeline and one block per multiprocessor (128 KiB of shared
+    memory), so that loading and multiplying add up; every tile reads, adds to and writes the gradients of its 64 rows,
+    in memory or, if they stay there, in the cache. None where they cannot run: they hold NVIDIA's assembly.
+    """
+    if TARGETS[gpu.target].backend != "cuda":
+        return None
+    plane = rows * rows
+    product = 2 * plane * width / (gpu.tf32 * EFFICIENCY)
+    load = plane / 64**2 * (64 + 64) * width * FLOAT / gpu.cache
+    exponentials = plane / (gpu.special * gpu.clocks)
+    update = 8 * plane * width / 64 / (gpu.memory if gradients_in_memory else gpu.cache)
+    forward = 2 * (product + load + exponentials)
+    backward = 8 * product + 4 * (load + exponentials) + 4 * update
+    limit = "gradients in memory" if gradients_in_memory else "gradients in cache"
+    return Step(Estimate(forward, "product, then cache"), Estimate(backward, limit))

@@ -1,0 +1,1 @@
+"""A loss in one process: megabatch, its peers and the limit."""

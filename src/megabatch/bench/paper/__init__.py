@@ -1,0 +1,1 @@
+"""The tables of the paper, made again at this machine's scale."""

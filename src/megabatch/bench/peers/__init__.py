@@ -1,0 +1,1 @@
+"""Every tool of the field on the same inputs."""

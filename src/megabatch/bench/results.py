@@ -1,0 +1,60 @@
+"""Row: what is known of one contender in one case, whatever the benchmark."""
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .instruments import processes
+
+
+@dataclass
+class Row:
+    """Of one contender. `status`: ok, wrong, not installed, would not fit, not run, failed.
+
+    Over ranks, memory is that of the rank that takes most, a run's seconds those of the slowest, bytes the average.
+
+    Attributes:
+        peak_bytes: Beyond inputs and gradients.
+        error: The largest of the loss and its gradients, relative, against float64.
+    """
+
+    name: str
+    title: str
+    status: str = "ok"
+    note: str = ""
+    peak_bytes: int | None = None
+    sent_bytes: float | None = None
+    error: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float | None:
+        return min(self.seconds, default=None)
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.seconds) if self.seconds else None
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else None
+
+    def fail(self, failure: processes.Failed) -> None:
+        self.status, self.note = "failed", str(failure)
+
+    def convict(self, wrong: str) -> None:
+        self.status, self.note = "wrong", wrong
+        self.peak_bytes, self.sent_bytes, self.error, self.seconds = None, None, None, []
+
+    def record(self, **more: Any) -> dict[str, Any]:
+        """For a file: everything, and the figures of the table."""
+        return {**asdict(self), "best": self.best, "mean": self.mean, "deviation": self.deviation, **more}
+
+
+def row_of(rows: list[Row], name: str) -> Row | None:
+    return next((row for row in rows if row.name == name), None)
+
+
+def over(row: Row, base: Row | None) -> float | None:
+    """The ratio of the best of each."""
+    return None if base is None or row.best is None or not base.best else row.best / base.best

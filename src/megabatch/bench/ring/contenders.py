@@ -1,0 +1,111 @@
+"""Who is measured over ranks: megabatch in its ways, one process with the same batch, and what people run today."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch
+
+from ..cases import Case
+from ..instruments.ranks import Member
+from ..loss import contenders
+from ..loss.rivals import LossFunction
+
+# More than any side of a plane, so a plane is one tile.
+WHOLE = 2**30
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """Something that computes the CLIP loss of a batch spread over ranks.
+
+    Attributes:
+        make: The loss on one rank. Raises NotInstalled.
+        matrices: Of logits, that all ranks together hold at their peak, about: to tell whether they would fit.
+        ours: Its result is held against the dense loss's own precision; another's need only be the same loss.
+        alone: One process that holds the whole batch, with as many threads as there are ranks, or as there are cores.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Member], LossFunction]
+    matrices: float = 0
+    ours: bool = False
+    alone: bool = False
+
+    def held(self, case: Case) -> float:
+        """Bytes."""
+        return self.matrices * case.matrix_bytes
+
+
+def ours(member: Member, **options: Any) -> LossFunction:
+    return partial(cast(LossFunction, megabatch.clip_loss), normalize=False, group=dist.group.WORLD, **options)
+
+
+def one_process(member: Member) -> LossFunction:
+    return partial(cast(LossFunction, megabatch.clip_loss), normalize=False, group=None)
+
+
+def open_clip_formula(member: Member) -> LossFunction:
+    return partial(_local_loss, member)
+
+
+def open_clip(member: Member) -> LossFunction:
+    module = contenders.package("open_clip.loss")
+    # Its use of what torch deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    loss: LossFunction = module.ClipLoss(
+        local_loss=True, gather_with_grad=True, rank=member.rank, world_size=member.size
+    )
+    return loss
+
+
+def _local_loss(member: Member, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """open_clip's local_loss=True, gather_with_grad=True: this rank's rows of both directions, against everyone's."""
+    target = torch.arange(len(image), device=image.device) + member.rank * len(image)
+    per_image, per_text = scale * image @ _gather(text).T, scale * text @ _gather(image).T
+    return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
+
+
+def _gather(rows: Tensor) -> Tensor:
+    gathered: Tensor = _Gather.apply(rows)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks. A row's gradient is the sum of what the ranks have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        everyones = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, rows)
+        return torch.cat(everyones)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # gloo's reduce_scatter sends twice as much: it is an all_reduce.
+        theirs = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
+        mine = [torch.empty_like(part) for part in theirs]
+        dist.all_to_all(mine, theirs)
+        return torch.stack(mine).sum(0)
+
+
+ENTRANTS = {
+    entrant.name: entrant
+    for entrant in (
+        Entrant("one", "one process", one_process, ours=True, alone=True),
+        Entrant("ring", "megabatch, ring", partial(ours, exchange="ring"), ours=True),
+        Entrant("blocking", "megabatch, ring, no overlap", partial(ours, exchange="ring", overlap=False), ours=True),
+        Entrant("gather", "megabatch, gather (tiles without ring)", partial(ours, exchange="gather"), ours=True),
+        Entrant("untiled", "ring without tiles", partial(ours, exchange="ring", tile=WHOLE), matrices=3, ours=True),
+        Entrant("formula", "open_clip's formula", open_clip_formula, matrices=9),
+        Entrant("open_clip", "open_clip", open_clip, matrices=9),
+    )
+}

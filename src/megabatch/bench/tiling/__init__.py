@@ -1,0 +1,1 @@
+"""What tiling costs: the stages of a step, each by its own time."""
