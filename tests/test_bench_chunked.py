@@ -61,11 +61,11 @@ def test_chunked_prints_three_tables_and_writes_json(tmp_path, capsys):
                 assert row["over_floor_by_round"] > 0
                 assert row["peak_bytes"] is not None
         assert rows["floor"]["over_floor"] == rows["floor"]["over_floor_by_round"] == 1
-    assert [(weight["rows"], weight["status"]) for weight in weighed["weights"]] == [
+    assert [(weight["rows"], weight["status"]) for weight in weighed["contenders"]] == [
         *((32, "ok") for _ in range(2)),
         *((256, "ok") for _ in range(2)),
     ]
-    assert weighed["weights"][2]["inputs"] == 256 * (3 * 16 * 16 + 4 * 16)  # images of bytes, features of floats
+    assert weighed["contenders"][2]["inputs"] == 256 * (3 * 16 * 16 + 4 * 16)  # images of bytes, features of floats
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -100,7 +100,7 @@ def test_a_wrong_result_of_ours_gets_no_speed_for_anyone(spoiled, monkeypatch, t
     for case in timed:
         assert case["contenders"][0]["status"] == "wrong"
         assert all(row["best"] is None and row["seconds"] == [] for row in case["contenders"])
-    assert [weight["peak"] is None for weight in weighed["weights"]] == [False, True, True, False]
+    assert [weight["peak"] is None for weight in weighed["contenders"]] == [False, True, True, False]
 
 
 @pytest.mark.usefixtures("inline")
@@ -152,8 +152,10 @@ def test_what_would_take_more_than_the_limit_is_not_run_in_one_piece(monkeypatch
     timed, weighed = cases_of(path)
     assert [row["status"] for row in timed["contenders"]] == ["ok", "ok", "not run"]
     assert timed["contenders"][-1]["best"] is None
-    assert [weight["status"] for weight in weighed["weights"]] == ["ok", "ok", "ok", "not run"]
-    assert all("would take about 0.0 GiB" in last["note"] for last in (timed["contenders"][-1], weighed["weights"][-1]))
+    assert [weight["status"] for weight in weighed["contenders"]] == ["ok", "ok", "ok", "not run"]
+    assert all(
+        "would take about 0.0 GiB" in last["note"] for last in (timed["contenders"][-1], weighed["contenders"][-1])
+    )
 
 
 def resident_with_half_of_64_mib_freed(returning: bool) -> int:
@@ -179,9 +181,9 @@ def test_ratios_are_to_the_limit_and_to_one_chunk():
         Row("plain", "piece", status="not run"),
     ]
     ours, limit, piece = chunked._time_table(rows).splitlines()[1:]
-    assert ours.split() == ["ours", "2.20", "s", "1.10", "1.20", "-"]
-    assert limit.split() == ["limit", "2.00", "s", "1.00", "1.00", "-"]
-    assert piece.split() == ["piece", "-", "-", "-", "-", "not", "run"]
+    assert ours.split() == ["ours", "2.20", "s", "3.07", "s", "±", "901.8", "ms", "1.10", "1.20", "-"]
+    assert limit.split() == ["limit", "2.00", "s", "2.17", "s", "±", "288.7", "ms", "1.00", "1.00", "-"]
+    assert piece.split() == ["piece", "-", "-", "-", "-", "-", "not", "run"]
     weights = [Weight("one", 8, peak=4 * MIB), Weight("many", 64, peak=5 * MIB, inputs=MIB, loss=MIB, seconds=1.0)]
     many = chunked._memory_table(weights).splitlines()[2]
     assert " ".join(many.split()) == "many 64 1.00 s 1.0 1.0 5.0 1.25"

@@ -277,7 +277,8 @@ def test_the_command_prints_a_row_per_binary_and_writes_json(tmp_path, capsys):
     assert "3 launches, 2 binaries: no spills" in out
     assert "PREDICTED, NEVER RUN" in out
     assert "Not estimated" in out
-    records = json.loads(path.read_text())
+    (case,) = json.loads(path.read_text())["cases"]
+    records = case["contenders"]
     assert [record["width"] for record in records] == [512, 768, 520]
     assert all(record["faults"] == [] and record["figures"]["registers"] > 0 for record in records)
 

@@ -195,7 +195,7 @@ def test_a_limit_holds_and_its_absence_is_seen():
         wire.try_limit("400mbit")
     except wire.NoLimit as reason:
         pytest.skip(f"the loopback cannot be limited: {reason}")
-    code = "from megabatch.bench import wire; assert wire.check_limit('400mbit') > 1e8"
+    code = "from megabatch.bench.instruments import wire; assert wire.check_limit('400mbit') > 1e8"
     assert wire.run_limited("400mbit", [sys.executable, "-c", code]) == 0
 
 
@@ -216,7 +216,7 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "| megabatch clip_loss | 1.000 | 1.000 | 1.000 | global | works |" in out
     assert '| megabatch clip_loss, grad_reduction="sum" | 1.000 | 1.000 | 1.000 | global | works |' in out
-    (peer,) = (row for row in json.loads(path.read_text())["rows"] if row["package"] == "inf_cl")
+    (peer,) = (case["contenders"][0] for case in json.loads(path.read_text())["cases"] if case["package"] == "inf_cl")
     assert peer["status"].startswith(("not installed", "needs triton", "its kernels need CUDA"))
 
 

@@ -29,8 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser, plots: bool = True) -> None:
     parser.add_argument("--csv", type=Path, metavar="PATH", help="the same as a table, a line per contender and case")
     if plots:
         parser.add_argument(
-            "--plot", type=Path, metavar="PATH", help="draw time and memory against rows as a PNG; needs matplotlib"
+            "--plot", type=_png, metavar="PATH", help="draw time and memory against rows as a PNG; needs matplotlib"
         )
+
+
+def _png(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    return Path(text)
 
 
 class Session:
