@@ -32,7 +32,7 @@ def played(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The whole demo, small, in a process of its own; and where its pictures are."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "tmp").mkdir()
-    command = [sys.executable, "-m", "megabatch.bench", "demo", "--quick", "--out", str(folder / "new" / "demo.png")]
+    command = [sys.executable, "-m", "megabatch", "bench", "demo", "--quick", "--out", str(folder / "new" / "demo.png")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True), folder
 
@@ -196,7 +196,8 @@ def test_a_demo_that_is_terminated_leaves_nothing(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "megabatch.bench",
+        "megabatch",
+        "bench",
         "demo",
         "--quick",
         "--acts",

@@ -13,10 +13,14 @@ import torch
 from megabatch.bench import plot, session
 from megabatch.bench.bar import Bar, Estimate, clock
 from megabatch.bench.cases import Case
+from megabatch.bench.chunked.contenders import CACHERS
 from megabatch.bench.command import COMMANDS
+from megabatch.bench.gradients.contenders import PEERS
 from megabatch.bench.loss import trial
 from megabatch.bench.loss.contenders import CONTENDERS
+from megabatch.bench.registry import REGISTRY
 from megabatch.bench.results import Row, over, row_of
+from megabatch.bench.ring.contenders import ENTRANTS
 from megabatch.bench.session import Session
 
 from .benchmarks import main
@@ -252,6 +256,20 @@ def test_every_benchmark_is_listed_with_help(capsys):
     out = " ".join(capsys.readouterr().out.split())
     for name, (_, summary) in COMMANDS.items():
         assert f"{name} {summary}" in out
+
+
+def test_every_contender_of_every_benchmark_is_in_the_registry(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    known = {("loss", name) for name in CONTENDERS} | {("ring", name) for name in ENTRANTS}
+    known |= {("chunked", name) for name in CACHERS} | {("gradients", peer.title) for peer in PEERS}
+    assert known <= {(benchmark, name) for benchmark, entries in REGISTRY.items() for name in entries}
+    assert set(REGISTRY) <= set(COMMANDS)
+    assert all(name in out for _, name in known)
+    assert main(["list", "ring"]) == 0
+    assert "open_clip SigLipLoss" not in capsys.readouterr().out
+    assert main(["list", "rnig"]) == 2
+    assert "list: benchmark must be one of loss, peers" in capsys.readouterr().err
 
 
 def test_the_shared_flags_are_the_same_everywhere():

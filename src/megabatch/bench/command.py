@@ -11,6 +11,7 @@ extrapolated or predicted, it says so.
 
 # Name: its module, and what it is for.
 COMMANDS = {
+    "list": ("megabatch.bench.registry", "who takes part in which benchmark, and which packages are installed"),
     "loss": ("megabatch.bench.loss.command", "time and memory of every loss against its peers"),
     "peers": (
         "megabatch.bench.peers.command",

@@ -1,0 +1,265 @@
+"""The documentation keeps its word: links lead somewhere, commands can be typed as they stand, pictures can be read."""
+
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from megabatch import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+WITH_COMMANDS = [page for page in PAGES if page != "CHANGELOG.md"]  # its commands are those of their time
+PICTURES = sorted((ROOT / "docs").glob("*.svg"))
+
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^(?: {4}.*\n)+", re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+ASIDE = re.compile(r"\s#.*$")
+ELLIPSIS = "…"
+
+
+# ---- reading Markdown
+
+
+def prose(text: str) -> str:
+    """Without blocks of code."""
+    return INDENTED.sub("\n", FENCE.sub("", text))
+
+
+def links(text: str) -> list[str]:
+    """Targets of all links and pictures, but for those to the web."""
+    return [target for target in LINK.findall(SPAN.sub("", prose(text))) if not target.startswith("http")]
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them: lower case, without punctuation, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
+    before = [plain[:place].count(name) for place, name in enumerate(plain)]
+    return {f"{name}-{times}" if times else name for name, times in zip(plain, before, strict=True)}
+
+
+def lost(page: Path, text: str) -> list[str]:
+    """Links that lead nowhere."""
+    broken = []
+    for target in links(text):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    return broken
+
+
+# ---- reading commands
+
+
+class Typed(NamedTuple):
+    """A command as it stands on a page: the words before the first flag, and all that follows."""
+
+    module: str
+    words: tuple[str, ...]
+    rest: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.module, *self.words, *self.rest])
+
+
+def lines(text: str) -> Iterator[str]:
+    """All that stands in code: lines of blocks, those that go on in the next one joined, and spans."""
+    for block in (*FENCE.finditer(text), *INDENTED.finditer(FENCE.sub("", text))):
+        yield from (ASIDE.sub("", line) for line in block[0].replace("\\\n", " ").splitlines())
+    yield from (span.replace("\n", " ") for span in SPAN.findall(prose(text)))
+
+
+def commands(text: str) -> list[Typed]:
+    return [typed for line in lines(text) if (typed := read_command(line))]
+
+
+def read_command(line: str) -> Typed | None:
+    """`megabatch …`, or `-m megabatch…` of python and torchrun."""
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an apostrophe: no shell would take it
+        return None
+    while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
+        words.pop(0)
+    if not words or words[0] not in ("megabatch", "python", "torchrun", ".venv/bin/python"):
+        return None
+    module, rest = words[0], words[1:]
+    if module != "megabatch":
+        if "-m" not in rest or not rest[rest.index("-m") + 1].startswith("megabatch"):
+            return None
+        module, *rest = rest[rest.index("-m") + 1 :]
+    if rest[:1] == ["--"]:
+        rest.pop(0)
+    flags = next((place for place, word in enumerate(rest) if word.startswith(("-", ELLIPSIS))), len(rest))
+    return Typed(module, tuple(rest[:flags]), tuple(rest[flags:]))
+
+
+def answer(*words: str) -> tuple[bool, str]:
+    """Whether `megabatch words` is refused, and what it prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            code: object = cli.main(words)
+        except SystemExit as end:
+            code = end.code
+    return bool(code), printed.getvalue()
+
+
+@cache
+def help_text(words: tuple[str, ...]) -> str:
+    """Of a command; empty where there is none."""
+    refused, text = answer(*words, "--help")
+    return "" if refused else text
+
+
+def names(text: str, flag: str) -> bool:
+    return re.search(rf"{flag}(?![\w-])", text) is not None
+
+
+def trouble_with(typed: Typed) -> str:
+    """Why a command cannot be typed; nothing where it can."""
+    if typed.module != "megabatch":
+        return "" if is_program(typed.module) else f"{typed.module} is no program"
+    text = help_text(typed.words)
+    if not text:
+        return f"there is no command {' '.join(typed.words)}"
+    flags = [word.partition("=")[0] for word in typed.rest if word.startswith("--")]
+    unknown = [flag for flag in flags if not names(text, flag)]
+    if unknown:
+        return f"{' '.join(typed.words)} has no {', '.join(unknown)}"
+    if not flags or not typed.words or ELLIPSIS in " ".join(typed.rest):
+        return ""  # not the whole command, which may have flags that must be given
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_of(typed.words), "main", lambda options: 0, raising=False)
+        refused, said = answer(*typed.words, *typed.rest)
+    return said.splitlines()[-1] if refused else ""
+
+
+def module_of(words: tuple[str, ...]) -> ModuleType:
+    """Of a command, or of a command's command."""
+    module: Any = cli
+    for word in words:
+        module = import_module(module.COMMANDS[word][0])
+        if not hasattr(module, "COMMANDS"):
+            break
+    return module
+
+
+def is_program(module: str) -> bool:
+    path = ROOT / "src" / Path(*module.split("."))
+    file = path.with_suffix(".py")
+    return (path / "__main__.py").exists() or (file.exists() and '__name__ == "__main__"' in file.read_text())
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    assert lost(ROOT / page, (ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_command_can_be_typed_as_it_stands(page: str) -> None:
+    found = {str(typed): trouble_with(typed) for typed in commands((ROOT / page).read_text())}
+    assert {typed: trouble for typed, trouble in found.items() if trouble} == {}
+
+
+def test_every_flag_on_the_page_of_the_trainer_is_one_of_its_flags() -> None:
+    spans = SPAN.findall(prose((ROOT / "docs/training.md").read_text()))
+    flags = {flag for span in spans if span.startswith("--") for flag in re.findall(r"--[\w-]+", span)}
+    known = help_text(("train",)) + help_text(("eval",)) + " ".join(module_of(("train",)).REFUSED)
+    assert len(flags) > 20
+    assert {flag for flag in flags if not names(known, flag)} == set()
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    reached = {target.partition("#")[0] for target in links((ROOT / "README.md").read_text())}
+    assert {page for page in PAGES if page.startswith("docs/")} <= reached
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_a_picture_can_be_read_on_any_background_and_by_a_screen_reader(picture: Path) -> None:
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(picture).getroot()
+    assert root.tag == f"{svg}svg"
+    assert root.get("viewBox")
+    assert [child.tag for child in root[:2]] == [f"{svg}title", f"{svg}desc"]
+    _, _, width, height = root.attrib["viewBox"].split()
+    ground = next(child for child in root if child.tag == f"{svg}rect")
+    assert (ground.get("width"), ground.get("height"), ground.get("fill")) == (width, height, "#FFFFFF")
+    assert [text for text in root.iter(f"{svg}text") if not text.text] == []
+    assert {element.tag.removeprefix(svg) for element in root.iter()}.isdisjoint({"script", "image", "foreignObject"})
+
+
+# ---- the readers can tell right from wrong
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    other, page = tmp_path / "other.md", tmp_path / "page.md"
+    other.write_text("# One, two\n\n## Again\n\n## Again\n\n## Again\n\n```\n# no heading\n```\n")
+    text = """\
+# Here
+
+[good](other.md), [good](other.md#one-two), [good](other.md#again-2), [good](#here), [web](https://example.org/x)
+![bad](picture.svg), [bad](other.md#three), [bad](#there), [bad](other.md#no-heading)
+[bad](other.md#again-3), `[code](nowhere.md)`
+
+    [code](nowhere.md)
+"""
+    page.write_text(text)
+    assert lost(page, text) == ["picture.svg", "other.md#three", "#there", "other.md#no-heading", "other.md#again-3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("`megabatch`", ""),
+        ("`megabatch check --quick --only clip_loss`", ""),
+        ("`megabatch check --quikc`", "check has no --quikc"),
+        ("`megabatch check\n--quikc`", "check has no --quikc"),
+        ("`megabatch --version`", ""),
+        ("`megabatch bench nothing --quick`", "there is no command bench nothing"),
+        ("`megabatch bench --json out.json`", "invalid choice: 'out.json'"),
+        ("`megabatch chekc`", "there is no command chekc"),
+        ("`megabatch train --lr …`", ""),
+        ("`megabatch train --loss clap --lr …`", ""),
+        ("`megabatch train --loss clap`", "--loss: must be one of clip, siglip, infonce, got 'clap'"),
+        ("`megabatch train --log`", "train has no --log"),
+        ("`TRITON_INTERPRET=1 megabatch check --slow`", "check has no --slow"),
+        ("    megabatch train --epochs ten    # --many\n", "--epochs: must be a whole number, at least 1, got 'ten'"),
+        ("    megabatch train \\\n        --many 3\n", "train has no --many"),
+        ("```\ntorchrun --nproc-per-node 2 -m megabatch -- train --many 3\n```", "train has no --many"),
+        ("```\ntorchrun --nproc-per-node 2 -m megabatch.integrations.open_clip --many 3\n```", ""),
+        ("`python -m megabatch check --many`", "check has no --many"),
+        ("`python -m megabatch.tiling`", "megabatch.tiling is no program"),
+        ("`python -m megabatch.nothing.at_all`", "megabatch.nothing.at_all is no program"),
+    ],
+)
+def test_a_command_that_cannot_be_typed_is_found(text: str, trouble: str) -> None:
+    (typed,) = commands(text)
+    found = trouble_with(typed)
+    assert trouble in found
+    assert bool(trouble) == bool(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["megabatch trains", "`megabatch.chunked`", "`import megabatch as mb`", "`python -m x`"]
+)
+def test_what_is_no_command_is_left_alone(text: str) -> None:
+    assert commands(text) == []
