@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...backends.triton_backend import Triton
+from ...plan import hardware
 from .compiling import Compiled
 from .machine_code import Work
 from .targets import TARGETS
@@ -38,20 +39,30 @@ FOLD, FOLD_APART, PUSH, PUSH_APART = NEEDED = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks from spec sheets: flops (dense) and bytes per second; per clock and multiprocessor, warp instructions and
-    special functions. `cache` is what the second-level cache delivers, by white papers; for the H100, which has none
-    on this, bytes per clock as the A100."""
+    """Peaks from spec sheets, and beside them: what the second-level cache delivers, by white papers (for the H100,
+    which has none on this, bytes per clock as the A100); per clock and multiprocessor, warp instructions and special
+    functions."""
 
     name: str
     target: str
-    half: float
-    tf32: float
-    memory: float
+    peaks: hardware.Gpu
     cache: float
     multiprocessors: int
     clock: float
     issue: int = 4
     special: int = 16
+
+    @property
+    def half(self) -> float:
+        return self.peaks.half
+
+    @property
+    def tf32(self) -> float:
+        return self.peaks.tf32
+
+    @property
+    def memory(self) -> float:
+        return self.peaks.memory
 
     @property
     def clocks(self) -> float:
@@ -60,10 +71,10 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("A100 80GB SXM", "sm_80", 312e12, 156e12, 2039e9, 5120 * 1.41e9, 108, 1.41e9),
-    Gpu("H100 SXM", "sm_90", 989e12, 494e12, 3350e9, 5120 * 1.83e9, 132, 1.83e9),
+    Gpu("A100 80GB SXM", "sm_80", hardware.GPUS["A100-80"], 5120 * 1.41e9, 108, 1.41e9),
+    Gpu("H100 SXM", "sm_90", hardware.GPUS["H100-80"], 5120 * 1.83e9, 132, 1.83e9),
     # A wavefront of 64 takes the 16 lanes of its unit for 4 clocks, and there are 4 units.
-    Gpu("MI300X", "gfx942", 1307e12, 653.7e12, 5300e9, 8 * 2048 * 2.1e9, 304, 2.1e9, issue=1),
+    Gpu("MI300X", "gfx942", hardware.GPUS["MI300X"], 8 * 2048 * 2.1e9, 304, 2.1e9, issue=1),
 )
 
 

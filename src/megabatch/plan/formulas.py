@@ -1,0 +1,333 @@
+"""Every formula of `megabatch plan`, and every constant with where it is from. All of it predicts, nothing measures.
+
+Letters: b rows of the whole batch, n GPUs, L = b / n rows of one; D width of the features.
+
+Memory is per GPU, in bytes, and made of parts. A step has two summits, the loss and the backward of a chunk, and one
+of them is the peak:
+
+    weights, gradients, optimizer + data + max(loss, activations + features)
+
+FITTED constants come from one table of the paper (arXiv 2410.17243, Table 1, and one figure of its Figure 4) and are
+tested on the others; COUNTED ones from reading code; ASSUMED ones were never measured, and are the first to doubt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..backends.backend import Backend
+from ..backends.eager import Eager
+from ..losses.spec import Spec, clip
+from ..losses.state import fields, remembered
+from ..tiling.call import Call, Needs
+from ..tiling.plan import Plan, Shape, make_plan, slot_size, working_bytes
+from ..tiling.values import strip_height
+from .hardware import Gpu
+from .models import COLOURS, Model
+
+FLOAT, DOUBLE = 4, 8  # bytes
+
+# ---- methods
+
+METHODS = {
+    "dense": "CLIP's loss on every GPU: both features gathered, all logits",
+    "openclip": "open_clip with local_loss and gather_with_grad: the logits of the own rows",
+    "inf-cl": "the code of arXiv 2410.17243: a ring, tiles inside of kernels",
+    "ring": "megabatch with exchange='ring': columns of other ranks come one after the other",
+    "gather": "megabatch with exchange='gather': columns of all ranks at once",
+}
+OURS = ("ring", "gather")
+
+# ---- memory of the losses that are not ours: coefficients FITTED on Table 1, D = 768, by least relative squares
+
+# Float32 matrices of logits: b x b in `dense`, L x b in `openclip`. K is read as 1024 and GB as GiB; with 1000 and 10^9
+# the same table gives 4.00, and the paper does not say which it means.
+MATRICES = 4.1
+# Float32 copies of the gathered features of one side, b x D.
+GATHERED = {"dense": 2.93, "openclip": 2.04}
+# Float32 copies of the own features of one side, L x D. That of `inf-cl` keeps the largest relative error over the
+# table smallest: its figures lie between 14.9 and 17.4.
+OWN = {"openclip": 2.61, "inf-cl": 16.1}
+
+
+def loss_memory(method: str, batch: int, ranks: int, width: int) -> float:
+    """What the loss takes beside the features, of a method that is not ours."""
+    rows = batch / ranks
+    logits = {"dense": batch, "openclip": rows}.get(method, 0) * batch * FLOAT
+    gathered, own = batch * width * FLOAT, rows * width * FLOAT
+    return MATRICES * logits + GATHERED.get(method, 0) * gathered + OWN.get(method, 0) * own
+
+
+def ring_only_memory(batch: int, ranks: int, width: int) -> float:
+    """The paper's ring without tiles inside a GPU: L x L logits on top, in as many float32 matrices as those of the
+    dense losses. ASSUMED."""
+    return loss_memory("inf-cl", batch, ranks, width) + MATRICES * (batch / ranks) ** 2 * FLOAT
+
+
+# ---- memory of our loss: COUNTED in the code, and held by tests against what is measured
+
+
+@dataclass(frozen=True)
+class OurLoss:
+    """A training step of clip_loss on one of n ranks, all of which bring the same number of rows.
+
+    Attributes:
+        feature: Bytes of a number of the features.
+        operand: Bytes of what products take; less than 4 where halves are multiplied into float32.
+        threads: Of the CPU. Tiles depend on them.
+    """
+
+    rows: int
+    width: int
+    ranks: int
+    exchange: str
+    feature: int
+    operand: int
+    backend: type[Backend]
+    budget: int | None = None
+    threads: int = 2
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes at the peak beyond the features themselves, by part."""
+        if self.plan.passes == 1:
+            return self._one_walk()
+        # Of the backward, which holds more than the forward.
+        always: dict[str, float] = {
+            "gradients": 2 * self._block(FLOAT),
+            "tiles": self._working,
+            "kept logits": self._kept,
+            # Remembered of both sides, their pulls, the weights and the targets.
+            "vectors": (2 * len(remembered(self._spec)) + 2 + 1 + 1) * self._vector,
+        }
+        # While a tile is pushed, four vectors of its rows and columns.
+        beside_a_tile = 4 * (self.plan.rows + self.plan.columns) * DOUBLE
+        walk = always | {"vectors": always["vectors"] + beside_a_tile, "exchange": self._exchange()}
+        finish = always | {"finish": self._finish()}
+        return max(walk, finish, key=total)
+
+    def _one_walk(self) -> dict[str, float]:
+        """A small plane on one rank, whose forward computes the gradients; the backward multiplies a copy of them."""
+        # The slots stand in for the eager backend's buffer of logits.
+        tiles = self._working - (self.plan.rows * self.plan.columns * FLOAT if self.backend is Eager else 0)
+        always: dict[str, float] = {"gradients": 2 * self._block(FLOAT), "tiles": tiles, "kept logits": self._kept}
+        # Two states and what is made of them.
+        forward = always | {"vectors": 13 * self._vector, "finish": self._strips()}
+        copies = 2 * self._block(self.feature) + (self._block(FLOAT) if self.feature != FLOAT else 0)
+        backward = always | {"vectors": 2 * len(remembered(self._spec)) * self._vector, "finish": copies}
+        return max(forward, backward, key=total)
+
+    def _finish(self) -> float:
+        """When the walk is over: the scale's gradient is summed strip by strip; then halves are rounded to."""
+        rounded = 2 * self._block(self.feature) if self.feature != FLOAT else 0
+        return max(self._strips(), rounded)
+
+    def _strips(self) -> float:
+        """A product of features and gradients and, where they are halves, the features in float32."""
+        if self._sums_slopes:
+            return 0.0
+        height = min(self.rows, strip_height(torch.empty(0, self.width)))
+        return height * (self.width * (1 if self.feature == FLOAT else 2) + 1) * FLOAT
+
+    def _exchange(self) -> float:
+        """Parcels, and sums of gradients: on a ring the parcel that is here and the one that comes, the sum that is
+        made, the one that leaves and the one that comes."""
+        others = self.ranks - 1
+        if not others:
+            return 0.0
+        if self.exchange == "gather":
+            return (1 + others) * self._parcel + 2 * others * self._block(FLOAT)
+        return 2 * self._parcel + (min(2, others) + 1) * self._block(FLOAT)
+
+    @property
+    def _parcel(self) -> float:
+        """Features, what is remembered of their rows, and their pulls."""
+        return self._block(self.feature) + (len(remembered(self._spec)) + 1) * self._vector
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a rank sends: features, then the state of its columns; features and state, then gradients."""
+        states = len(fields(self._spec, stats=False)) * self._vector
+        return (self.ranks - 1) * (self._block(self.feature) + states + self._parcel + self._block(FLOAT))
+
+    @property
+    def products(self) -> float:
+        """Of N x N x D multiplications and additions: logits kept need not be formed again."""
+        if self.plan.passes == 1:
+            return 3.0
+        kept = self.plan.kept * self.plan.rows * self.plan.columns
+        return 4.0 - min(1.0, kept / (self.rows * self.rows * self.ranks))
+
+    @property
+    def plan(self) -> Plan:
+        """The one that the library would make."""
+        return make_plan(self._call, self._shape, self.ranks == 1)
+
+    @property
+    def _spec(self) -> Spec:
+        return self._call.spec
+
+    @property
+    def _call(self) -> Call:
+        needs = Needs(first=True, second=True, scale=True)
+        return Call("clip_loss", clip("ignore", 0.0), needs, normalize=False, memory_budget=self.budget)
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(
+            rows=(self.rows,),
+            columns=(self.rows,),
+            visiting=(self.rows,) * (self.ranks - 1),
+            width=self.width,
+            element=FLOAT,
+            operand=self.operand,
+            copied=self.feature != self.operand,
+            products=self._sums_slopes,
+            backend=self.backend,
+            threads=self.threads,
+        )
+
+    @property
+    def _sums_slopes(self) -> bool:
+        """Where products are rounded: halves, and on a GPU tf32."""
+        return self.operand != FLOAT or self.backend is not Eager
+
+    @property
+    def _working(self) -> int:
+        return working_bytes(self._call, self._shape, self.plan.rows, self.plan.columns)
+
+    @property
+    def _kept(self) -> int:
+        return self.plan.kept * slot_size(self.plan.rows, self.plan.columns) * FLOAT
+
+    @property
+    def _vector(self) -> int:
+        return self.rows * DOUBLE
+
+    def _block(self, element: int) -> int:
+        return self.rows * self.width * element
+
+
+def total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
+# ---- memory of the encoders
+
+# Bytes of a parameter: itself, its gradient, and the copy of the gradient that DistributedDataParallel sends. COUNTED.
+WEIGHTS = {"amp": 4, "bfloat16": 2, "tf32": 4}
+# What an optimizer keeps of a parameter, in numbers. COUNTED; Adafactor's second moment is a row and a column, and its
+# first is in bfloat16 in the paper's code.
+OPTIMIZERS = {"adamw": 2.0, "lion": 1.0, "sgd": 1.0, "adafactor": 0.5}
+# Bytes that are kept for the backward for each token, layer and number of the width. That of `amp` is FITTED: 42.40 GB
+# of Table 1 (offload, 32k). Without autocast 16 numbers: COUNTED, with an attention that does not write its scores out.
+ACTIVATIONS = {"amp": 41.0, "bfloat16": 32.0, "tf32": 64.0}
+# Float32 copies of the own features of one side that the paper's training loop holds beside the activations. FITTED on
+# Table 1 (offload, 256k to 1024k).
+KEPT_FEATURES = 8.3
+# Of a GPU's memory that tensors may take; the rest is for its driver and for gaps. ASSUMED: Table 1 has a peak of 77.94
+# on 80.
+USABLE = 0.975
+
+TOKEN = 8  # bytes
+# Where a batch waits for its turn, and in which form: bytes of a colour on the GPU, and of one that is moved there.
+DATA = {"gpu-float32": (4, 0), "gpu-uint8": (1, 0), "host": (0, 1)}
+
+
+def trained_parameters(model: Model, frozen: str) -> int:
+    return model.parameters - {"image": model.image_parameters, "text": model.text_parameters}.get(frozen, 0)
+
+
+def encoder_memory(model: Model, ranks: int, precision: str, optimizer: str, frozen: str) -> dict[str, float]:
+    """What does not depend on the batch: weights, gradients, optimizer."""
+    trained, bytes_ = trained_parameters(model, frozen), WEIGHTS[precision]
+    copies = 2 if ranks > 1 else 1
+    return {
+        "weights": float(model.parameters * bytes_),
+        "gradients": float(copies * trained * bytes_),
+        "optimizer": OPTIMIZERS[optimizer] * trained * bytes_,
+    }
+
+
+def activation_memory(model: Model, chunk: int, precision: str, frozen: str) -> float:
+    """Of one chunk; the towers' backward passes come one after the other, but both forwards before them."""
+    towers = {"image": model.image.numbers, "text": model.text.numbers}
+    return chunk * ACTIVATIONS[precision] * sum(numbers for name, numbers in towers.items() if name != frozen)
+
+
+def sample_bytes(model: Model, colour: int) -> int:
+    """Of one pair: an image and its tokens."""
+    return COLOURS * model.image_size**2 * colour + model.text_length * TOKEN if colour else 0
+
+
+# ---- work
+
+# Products of N x N x D, forward and backward: on every GPU (`dense`), or spread over all. COUNTED.
+PRODUCTS = {"dense": 3, "openclip": 6, "inf-cl": 10}
+
+
+def products(method: str, ranks: int) -> float:
+    """On one GPU, in units of b x b x D multiplications and additions, of a method that is not ours."""
+    return PRODUCTS[method] / (1 if method == "dense" else ranks)
+
+
+def wire_bytes(method: str, rows: int, ranks: int, width: int) -> float:
+    """What one GPU sends for the loss, in float32. COUNTED.
+
+    `dense` gathers both features and needs nobody's gradients: it has computed all of them. `openclip` scatters them
+    back. `inf-cl` turns two rings, each with features forward, features and their gradients backward.
+    """
+    if ranks == 1:
+        return 0.0
+    blocks = {"dense": 2 * (ranks - 1), "openclip": 4 * (ranks - 1), "inf-cl": 6 * ranks - 4}[method]
+    return float(blocks * rows * width * FLOAT)
+
+
+def all_reduce_bytes(model: Model, ranks: int, precision: str, frozen: str) -> float:
+    """What one GPU sends for the gradients of the weights."""
+    return 2 * (ranks - 1) / ranks * trained_parameters(model, frozen) * WEIGHTS[precision]
+
+
+# ---- time
+
+# Of the peak of matrix units, by encoders: FITTED on one figure, 48.9 s of Figure 4 (open_clip's loss, 64k).
+ENCODER_EFFICIENCY = 0.377
+# The same by losses. Of ours and the paper's kernels as `megabatch bench kernels` predicts them on an A100
+# (docs/kernels.md), which no GPU has confirmed; of library products ASSUMED.
+LOSS_EFFICIENCY = {"dense": 0.75, "openclip": 0.75, "inf-cl": 0.37, "ring": 0.66, "gather": 0.66}
+# Matrices of float32 logits that go through memory where they are written out, both directions. COUNTED.
+PASSES = 17
+# Of the peak of links. ASSUMED.
+LINK_EFFICIENCY = 0.8
+# Forwards' worth of work of a chunk: without a graph, with one, and a backward of two.
+CACHED, IN_ONE_PIECE, NO_GRADIENT = 4, 3, 1
+
+
+def encoder_seconds(model: Model, rows: int, chunk: int, gpu: Gpu, precision: str, frozen: str) -> float:
+    forwards = CACHED if chunk < rows else IN_ONE_PIECE
+    flops = {"image": model.image_flops, "text": model.text_flops}
+    work = sum(flop * (NO_GRADIENT if tower == frozen else forwards) for tower, flop in flops.items())
+    return rows * work / (_peak(gpu, precision) * ENCODER_EFFICIENCY)
+
+
+def loss_seconds(method: str, count: float, batch: int, ranks: int, width: int, gpu: Gpu, precision: str) -> float:
+    """`count`: of products on this GPU. The paper's code multiplies in tf32 whatever comes in."""
+    peak = gpu.tf32 if method == "inf-cl" else _peak(gpu, precision)
+    multiplied = count * 2 * batch * batch * width / (peak * LOSS_EFFICIENCY[method])
+    logits = {"dense": batch, "openclip": batch / ranks}.get(method, 0) * batch * FLOAT
+    return multiplied + PASSES * logits / gpu.memory
+
+
+def wire_seconds(bytes_: float, ranks: int, gpu: Gpu) -> float:
+    """Along a ring its slowest link decides: the one between nodes where there are several."""
+    slowest = gpu.link if ranks <= gpu.per_node else min(gpu.link, gpu.network)
+    return bytes_ / (slowest * LINK_EFFICIENCY)
+
+
+def host_seconds(bytes_: float, gpu: Gpu) -> float:
+    return bytes_ / (gpu.host * LINK_EFFICIENCY)
+
+
+def _peak(gpu: Gpu, precision: str) -> float:
+    return gpu.tf32 if precision == "tf32" else gpu.half

@@ -1,0 +1,238 @@
+"""A run, and what is predicted for it: the formulas put together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ..backends.triton_backend import Triton
+from . import formulas
+from .formulas import OURS, OurLoss, total
+from .hardware import Gpu
+from .models import Model
+
+MOST_ROWS = 2**32  # of one GPU: beyond it nothing is searched
+NOTHING_FITS = "all but the batch"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be run. Names are those of the command's flags.
+
+    Attributes:
+        chunk: Rows that are encoded at a time on one GPU; None: all of them.
+        frozen: The tower that is not trained, or "none".
+        budget: Bytes that our loss may take for tiles and kept logits; None: its default.
+    """
+
+    model: Model
+    gpu: Gpu
+    gpus: int
+    batch: int
+    chunk: int | None = None
+    precision: str = "amp"
+    data: str = "gpu-float32"
+    optimizer: str = "adamw"
+    frozen: str = "none"
+    budget: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of one GPU."""
+        return self.batch // self.gpus
+
+    @property
+    def chunk_rows(self) -> int:
+        return min(self.chunk or self.rows, self.rows)
+
+    @property
+    def feature(self) -> int:
+        """Bytes of a number of the features."""
+        return 4 if self.precision == "tf32" else 2
+
+    def our_loss(self, exchange: str) -> OurLoss:
+        """Our loss in this run, by the kernels for GPUs."""
+        return OurLoss(
+            self.rows, self.model.embed_dim, self.gpus, exchange, self.feature, self.feature, Triton, self.budget
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU, by part. At the peak either the loss or activations and features count, whichever is more."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    data: float
+    activations: float
+    features: float
+    loss: float
+
+    @property
+    def summit(self) -> dict[str, float]:
+        """The parts that make the peak."""
+        encoders = {"activations": self.activations, "features": self.features}
+        highest = max({"loss": self.loss}, encoders, key=total)
+        static = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        return static | {"data": self.data} | highest
+
+    @property
+    def peak(self) -> float:
+        return total(self.summit)
+
+    @property
+    def limit(self) -> str:
+        """The largest part."""
+        summit = self.summit
+        return max(summit, key=lambda part: summit[part])
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step, by part.
+
+    Attributes:
+        wire: Of the loss.
+        all_reduce: Of the weights' gradients.
+        copies: From the host's memory.
+        overlaps: The loss computes while its blocks travel.
+    """
+
+    encoders: float
+    loss: float
+    wire: float
+    all_reduce: float
+    copies: float
+    overlaps: bool
+
+    @property
+    def without_overlap(self) -> float:
+        return self.encoders + self.loss + self.wire + self.all_reduce + self.copies
+
+    @property
+    def with_overlap(self) -> float:
+        """Copies and the sum of gradients go on beside the encoders, blocks of a ring beside the loss."""
+        loss = max(self.loss, self.wire) if self.overlaps else self.loss + self.wire
+        return max(self.encoders, self.all_reduce + self.copies) + loss
+
+    @property
+    def limit(self) -> str:
+        """What takes longest: compute of encoders or loss, the wire, or copies from the host."""
+        parts = {
+            "encoders": self.encoders,
+            "loss": self.loss,
+            "wire": self.wire + self.all_reduce,
+            "copies": self.copies,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one method.
+
+    Attributes:
+        our_loss: Bytes that our loss takes beyond its features, by part; empty for others.
+        products: Of b x b x D on one GPU.
+        wire: Bytes that one GPU sends for the loss.
+        largest: The largest batch that fits; 0 where none does.
+        growth: What stops it there.
+    """
+
+    method: str
+    memory: Memory
+    time: Time
+    products: float
+    wire: float
+    usable: float
+    largest: int
+    growth: str
+    our_loss: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.usable
+
+
+def predict(run: Run, method: str) -> Prediction:
+    largest = _largest_batch(run, method)
+    ours = run.our_loss(method) if method in OURS else None
+    wire = ours.wire if ours else formulas.wire_bytes(method, run.rows, run.gpus, run.model.embed_dim)
+    count = ours.products / run.gpus if ours else formulas.products(method, run.gpus)
+    return Prediction(
+        method=method,
+        memory=memory(run, method),
+        time=_time(run, method, count, wire),
+        products=count,
+        wire=wire,
+        usable=usable(run.gpu),
+        largest=largest,
+        growth=_growth(replace(run, batch=largest), method) if largest else NOTHING_FITS,
+        our_loss=ours.parts if ours else {},
+    )
+
+
+def _growth(run: Run, method: str) -> str:
+    """The largest of the parts that grow with the batch."""
+    summit = memory(run, method).summit
+    growing = ["data", "loss", "features"]
+    if run.chunk_rows == run.rows:  # a larger batch is a larger chunk
+        growing.append("activations")
+    return max(growing, key=lambda part: summit.get(part, 0.0))
+
+
+def usable(gpu: Gpu) -> float:
+    return formulas.USABLE * gpu.capacity
+
+
+def memory(run: Run, method: str) -> Memory:
+    width, rows = run.model.embed_dim, run.rows
+    on_gpu, _ = formulas.DATA[run.data]
+    if method in OURS:
+        # The features; beside the activations of a chunk, their gradients too.
+        features = 2 * rows * width * run.feature
+        loss, kept = total(run.our_loss(method).parts) + features, 2.0 * features
+    else:
+        loss = formulas.loss_memory(method, run.batch, run.gpus, width)
+        kept = formulas.KEPT_FEATURES * rows * width * formulas.FLOAT
+    return Memory(
+        **formulas.encoder_memory(run.model, run.gpus, run.precision, run.optimizer, run.frozen),
+        data=float(rows * formulas.sample_bytes(run.model, on_gpu)),
+        activations=formulas.activation_memory(run.model, run.chunk_rows, run.precision, run.frozen),
+        features=kept,
+        loss=loss,
+    )
+
+
+def _time(run: Run, method: str, count: float, wire: float) -> Time:
+    _, moved = formulas.DATA[run.data]
+    turns = 2 if run.chunk_rows < run.rows else 1  # a chunk comes again for its backward
+    return Time(
+        encoders=formulas.encoder_seconds(run.model, run.rows, run.chunk_rows, run.gpu, run.precision, run.frozen),
+        loss=formulas.loss_seconds(method, count, run.batch, run.gpus, run.model.embed_dim, run.gpu, run.precision),
+        wire=formulas.wire_seconds(wire, run.gpus, run.gpu),
+        all_reduce=formulas.wire_seconds(
+            formulas.all_reduce_bytes(run.model, run.gpus, run.precision, run.frozen), run.gpus, run.gpu
+        ),
+        copies=formulas.host_seconds(turns * run.rows * formulas.sample_bytes(run.model, moved), run.gpu),
+        overlaps=method in (*OURS, "inf-cl"),
+    )
+
+
+def _largest_batch(run: Run, method: str) -> int:
+    """A multiple of the number of GPUs."""
+
+    def fits(rows: int) -> bool:
+        return memory(replace(run, batch=rows * run.gpus), method).peak <= usable(run.gpu)
+
+    return _last(fits, MOST_ROWS) * run.gpus
+
+
+def _last(fits: Callable[[int], bool], end: int) -> int:
+    """The largest number below `end` that fits, by bisection; 0 where not even 1 does."""
+    low, high = 0, 1
+    while high < end and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

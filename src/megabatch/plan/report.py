@@ -1,0 +1,150 @@
+"""What is printed of predictions: a table, a few sentences under it, and the same as JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .formulas import OURS
+from .hardware import GIB
+from .prediction import NOTHING_FITS, Prediction, Run
+
+UNITS = {"M": 1024**2, "k": 1024, "K": 1024}
+# Of the table, with their units.
+COLUMNS = (
+    ("PREDICTED", ""),
+    ("loss", "GiB"),
+    ("peak", "GiB"),
+    ("mostly", ""),
+    ("fits", ""),
+    ("largest batch", ""),
+    ("limited by", ""),
+    ("products", "per GPU"),
+    ("wire", "GiB"),
+    ("loss", "s"),
+    ("step", "s"),
+    ("overlap", "s"),
+    ("bound by", ""),
+)
+
+
+def report(run: Run, predictions: Sequence[Prediction]) -> str:
+    """Everything for the terminal."""
+    table = _table([*zip(*COLUMNS, strict=True), *map(_row, predictions)])
+    own = [
+        f"{one.method}'s loss beyond the features, GiB: {_listed(one.our_loss)}" for one in predictions if one.our_loss
+    ]
+    ours = [one for one in predictions if one.method in OURS]
+    return "\n".join(
+        [_title(run), _shared(predictions[0]), "", *table, "", *own, _sentence(run, [*ours, *predictions][0])]
+    )
+
+
+def _title(run: Run) -> str:
+    chunk = f"chunks of {run.chunk}" if run.chunk else "in one piece"
+    frozen = f", {run.frozen} tower frozen" if run.frozen != "none" else ""
+    return (
+        f"PREDICTED, not measured: {run.model.name} ({run.model.parameters / 1e6:.1f}M parameters, features of width "
+        f"{run.model.embed_dim})\nbatch {count(run.batch)} on {run.gpus} x {run.gpu.name}, {chunk}, {run.precision}, "
+        f"{run.optimizer}, data {run.data}{frozen}"
+    )
+
+
+def _shared(one: Prediction) -> str:
+    """What is the same for every method."""
+    parts = {name: getattr(one.memory, name) for name in ("weights", "gradients", "optimizer", "data", "activations")}
+    return f"every method, GiB of {gib(one.usable)} per GPU: {_listed(parts)}"
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {gib(bytes_)}" for name, bytes_ in parts.items() if bytes_)
+
+
+def _row(one: Prediction) -> list[str]:
+    return [
+        one.method,
+        gib(one.memory.loss),
+        gib(one.memory.peak),
+        one.memory.limit,
+        "yes" if one.fits else "NO",
+        count(one.largest) if one.largest else "none",
+        one.growth,
+        f"{one.products:.3g}",
+        gib(one.wire),
+        seconds(one.time.loss),
+        seconds(one.time.without_overlap),
+        seconds(one.time.with_overlap),
+        one.time.limit,
+    ]
+
+
+def _sentence(run: Run, one: Prediction) -> str:
+    """What binds, and what to do about it."""
+    takes = f"{gib(one.memory.peak)} of {gib(one.usable)} GiB, mostly {one.memory.limit}"
+    largest = f"up to {count(one.largest)} would, limited by {one.growth}" if one.largest else "no batch would"
+    fits = f"fits in {takes}; {largest}" if one.fits else f"does not fit ({takes}); {largest}"
+    share = one.time.loss / one.time.without_overlap
+    bound = f"A step is bound by {one.time.limit}; the loss is {share:.1%} of it."
+    return f"{one.method}: batch {count(run.batch)} {fits}. {bound}{_advice(run, one)}"
+
+
+def _advice(run: Run, one: Prediction) -> str:
+    if one.growth == "data" and run.data != "host":
+        return " --data host frees the GPU of images."
+    if one.growth in ("activations", NOTHING_FITS) and run.chunk != 1:
+        return " A smaller --chunk leaves room."
+    if one.growth == "loss" and one.method not in OURS:
+        return " --method ring has no matrix of logits."
+    return ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left, all others to the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
+        for name, *cells in rows
+    ]
+
+
+def gib(bytes_: float) -> str:
+    value = bytes_ / GIB
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value >= 0.005 or not value else "<0.01"
+
+
+def seconds(value: float) -> str:
+    if value >= 1000:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2g}" if value >= 0.001 else "<0.001"
+
+
+def count(rows: int) -> str:
+    """Rows as people write batches; above 16k rounded down to thousands."""
+    for unit, size in UNITS.items():
+        if rows % size == 0 or rows >= 16 * size:
+            return f"{rows // size:,}{unit}"
+    return str(rows)
+
+
+def document(run: Run, predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """All of it, in bytes and seconds."""
+    return {
+        "kind": "PREDICTED, not measured",
+        "run": asdict(run),
+        "parameters": run.model.parameters,
+        "methods": [_record(one) for one in predictions],
+    }
+
+
+def _record(one: Prediction) -> dict[str, Any]:
+    record = asdict(one) | {"fits": one.fits}
+    record["memory"] |= {"peak": one.memory.peak, "limit": one.memory.limit}
+    record["time"] |= {
+        "without_overlap": one.time.without_overlap,
+        "with_overlap": one.time.with_overlap,
+        "limit": one.time.limit,
+    }
+    return record
