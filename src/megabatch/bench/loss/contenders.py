@@ -141,6 +141,12 @@ def sentence_transformers_cached(case: Case) -> Step:
     return step_of_stage(losses.CachedMultipleNegativesRankingLoss([None], scale=case.kind.scale))
 
 
+def grad_cache(case: Case) -> Step:
+    """The loss it comes with, on features that are all there: what it does to encoders is `chunked`'s to measure."""
+    loss = package("gradcache.loss").SimpleContrastiveLoss()
+    return step_of(lambda query, key, scale: loss(scale * query, key))
+
+
 def sentence_transformers_drop_in(case: Case) -> Step:
     sentence_transformers_losses()  # with what makes it importable
     losses = package("megabatch.integrations.sentence_transformers")
@@ -259,6 +265,7 @@ CONTENDERS = {
             ("info_nce",),
             normalizes=True,
         ),
+        Contender("grad_cache", "GradCache", grad_cache, ("info_nce",), held=_matrices(3)),
         Contender("products", "plain products, the limit", products, held=_matrices(1), bare=True),
     )
 }

@@ -9,12 +9,15 @@ from .. import plot
 from ..cases import Case
 from ..instruments.ranks import Crew, Member
 from ..loss.contenders import step_of
-from ..results import Row
+from ..results import Row, row_of
 from ..ring.contenders import ENTRANTS
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # Rows per rank, where products are counted.
 COUNTED_ROWS = 64
+
+# What a contest at each number of rows brought, of one number of ranks.
+Measured = dict[int, list[Row]]
 
 
 class Extrapolated(NamedTuple):
@@ -43,10 +46,18 @@ def outgrown(row: Row) -> bool:
     return row.status == "would not fit" or (row.status, row.note) == ("failed", "out of memory")
 
 
+def unmeasured(measured: Measured, row: Row, rows: int) -> Extrapolated | None:
+    """In place of the memory of a contender that outgrew the machine, from its own at fewer rows."""
+    if not outgrown(row):
+        return None
+    others = ((n, row_of(contenders, row.name)) for n, contenders in measured.items())
+    return extrapolated([(n, other.peak_bytes) for n, other in others if other and other.peak_bytes], rows)
+
+
 def products(names: Sequence[str], size: int, width: int) -> dict[str, float]:
     """Matrix products of a step by entrant, of all ranks together, in units of N·N·D multiplications."""
     rows = size * COUNTED_ROWS
-    counted = Crew(size).run(count, list(names), width)
+    counted = Crew(size, quiet=True).run(count, list(names), width)
     return {name: sum(flops[name] for flops in counted) / (2 * rows * rows * width) for name in names}
 
 

@@ -21,7 +21,7 @@ DESCRIPTION = f"""\
 Every tool of the field on the same inputs, a table per loss: a training step through the loss, forward and backward
 with all gradients. What is not installed says so in its row; pip install 'megabatch[peers]' installs all of them.
 
-  best, mean ± std   of the largest of three sizes, by turns in one process; and over megabatch's best
+  best, mean ± std   at the largest of three sizes, by turns in one process; and the best over megabatch's
   MiB at N, 2N, 4N   peak memory beyond inputs and gradients, each in a process of its own
   per doubling       the factor by which that grows when the rows double, fitted to the three: × 2 is linear, × 4 the
                      square. Where little memory is used, noise rules
@@ -42,7 +42,7 @@ FACTORS = (1, 2, 4)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--rows", type=int, default=2048, metavar="N", help="the smallest of the sizes N, 2N, 4N")
+    parser.add_argument("--rows", type=int, default=1024, metavar="N", help="the smallest of the sizes N, 2N, 4N")
     parser.add_argument("--width", type=int, default=512, metavar="D", help="width of the features")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the features")
     parser.add_argument("--contenders", nargs="+", choices=FIELD, default=list(FIELD), help="who takes part")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if options.quick:
-        options.rows, options.width, options.repeats, options.seconds = 64, 16, 2, 0.0
+        options.rows, options.width, options.repeats, options.seconds = 16, 8, 2, 0.0
     refusal = _refusal(options)
     if refusal:
         print(f"peers: {refusal}", file=sys.stderr)
@@ -104,7 +104,7 @@ def _side_by_side(run: Session, cases: list[Case], options: argparse.Namespace) 
         run.add(asdict(case), records, healthy=all(standing.healthy for standing in standings))
     head, body = _head(cases), [_cells(standing, standings, cases) for standing in standings]
     table = report.markdown(head, body) if options.markdown else report.table(head, body)
-    run.show(f"{cases[-1]}\n" if options.markdown else str(cases[-1]), f"{table}\n\n{_settings(standings)}")
+    run.show(f"{cases[-1]}\n" if options.markdown else str(cases[-1]), f"{table}{_settings(standings)}")
 
 
 def _record(standing: Standing, standings: list[Standing], rows: int) -> dict[str, Any]:
@@ -156,24 +156,23 @@ def _remark(standing: Standing) -> str:
         return report.remark("wrong", f"over {RANKS} ranks; {found}")
     for index, (rows, row) in enumerate(standing.sizes.items()):
         if row.status != "ok":
-            return (f"N={rows}: " if index else "") + report.remark(row.status, row.note)
+            told = index == 0 or row.status == "wrong"  # which tells its size itself
+            return ("" if told else f"N={rows}: ") + report.remark(row.status, row.note)
     return ""
 
 
 def _settings(standings: list[Standing]) -> str:
     """In what setting each is over ranks, and why it has no gradients there if it has none."""
     found = [standing.over_ranks for standing in standings if standing.over_ranks is not None]
-    return "\n".join(
-        f"over {RANKS} ranks: {row.title}" + ("" if row.status == "ok" else f" ({row.status})") for row in found
-    )
+    lines = [f"- {row.title}" + ("" if row.status == "ok" else f": {row.status}") for row in found]
+    return "\n".join([f"\n\nOver {RANKS} ranks:", *lines]) if lines else ""
 
 
 # ---- over ranks
 
 
 def _spread(run: Session, case: Case, options: argparse.Namespace) -> None:
-    names = [name for name in SPREAD if name in ENTRANTS]
-    rows = ring_trial.contest(case, RANKS, names, options.repeats, run.part)
+    rows = ring_trial.contest(case, RANKS, list(SPREAD), options.repeats, run.part)
     ring = row_of(rows, "ring")
     head = ("", "best", "mean ± std", "/ megabatch", "peak MiB/rank", "MiB sent/rank", "")
     body = [

@@ -29,6 +29,7 @@ class Entrant:
     Attributes:
         make: The loss on one rank. Raises NotInstalled.
         matrices: Of logits, that all ranks together hold at their peak, about: to tell whether they would fit.
+        everywhere: Every rank holds as many by itself.
         ours: Its result is held against the dense loss's own precision; another's need only be the same loss.
         alone: One process that holds the whole batch, with as many threads as there are ranks, or as there are cores.
     """
@@ -39,14 +40,36 @@ class Entrant:
     matrices: float = 0
     ours: bool = False
     alone: bool = False
+    everywhere: bool = False
 
-    def held(self, case: Case) -> float:
-        """Bytes."""
-        return self.matrices * case.matrix_bytes
+    def held(self, case: Case, size: int = 1) -> float:
+        """Bytes, of `size` ranks together."""
+        return self.matrices * case.matrix_bytes * (size if self.everywhere else 1)
 
 
 def ours(member: Member, **options: Any) -> LossFunction:
     return partial(cast(LossFunction, megabatch.clip_loss), normalize=False, group=dist.group.WORLD, **options)
+
+
+def ours_kept(member: Member) -> LossFunction:
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        # This rank's rows of the matrix of logits, and some room to work in.
+        logits = len(image) ** 2 * member.size * max(image.element_size(), 4)
+        return ours(member, exchange="ring", memory_budget=logits + 256 * 2**20)(image, text, scale)
+
+    return loss
+
+
+def walk_per_direction(member: Member, **options: Any) -> LossFunction:
+    """Images to texts and texts to images apart, each with a ring of its own, as Ring-CL and Inf-CL have it."""
+    one_way = partial(
+        cast(LossFunction, megabatch.info_nce_loss),
+        normalize=False,
+        group=dist.group.WORLD,
+        exchange="ring",
+        **options,
+    )
+    return lambda image, text, scale: (one_way(image, text, scale) + one_way(text, image, scale)) / 2
 
 
 def one_process(member: Member) -> LossFunction:
@@ -74,8 +97,33 @@ def _local_loss(member: Member, image: Tensor, text: Tensor, scale: Tensor) -> T
     return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
 
 
-def _gather(rows: Tensor) -> Tensor:
-    gathered: Tensor = _Gather.apply(rows)  # type: ignore[no-untyped-call]
+def global_loss(member: Member) -> LossFunction:
+    return _global_loss
+
+
+def _global_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """CLIP's: every rank has the whole matrix of logits, all the same."""
+    logits = scale * _gather(image) @ _gather(text).T
+    target = torch.arange(len(logits), device=image.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def disco(member: Member) -> LossFunction:
+    return partial(_disco_loss, member)
+
+
+def _disco_loss(member: Member, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """DisCo-CLIP's: this rank's rows of both directions, and from them gradients for everyone's features, which are
+    reduced over the ranks. They are added: the average that its code takes is too small by the number of ranks."""
+    mine = slice(member.rank * len(image), (member.rank + 1) * len(image))
+    target = torch.arange(mine.start, mine.stop, device=image.device)
+    images, texts = _gather(image, _GatherAndReduce), _gather(text, _GatherAndReduce)
+    per_image, per_text = scale * images[mine] @ texts.T, scale * texts[mine] @ images.T
+    return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
+
+
+def _gather(rows: Tensor, way: "type[_Gather] | None" = None) -> Tensor:
+    gathered: Tensor = (way or _Gather).apply(rows)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -97,6 +145,16 @@ class _Gather(torch.autograd.Function):
         return torch.stack(mine).sum(0)
 
 
+class _GatherAndReduce(_Gather):
+    """The same, but all ranks learn the gradients of all rows, and each takes its own."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
 ENTRANTS = {
     entrant.name: entrant
     for entrant in (
@@ -107,5 +165,18 @@ ENTRANTS = {
         Entrant("untiled", "ring without tiles", partial(ours, exchange="ring", tile=WHOLE), matrices=3, ours=True),
         Entrant("formula", "open_clip's formula", open_clip_formula, matrices=9),
         Entrant("open_clip", "open_clip", open_clip, matrices=9),
+        Entrant("global", "CLIP's global loss", global_loss, matrices=6, everywhere=True),
+        Entrant("disco", "DisCo-CLIP's scheme (SUM, not its code's AVG)", disco, matrices=9),
+        Entrant(
+            "ring_only",
+            "ring without tiles, a walk per direction",
+            partial(walk_per_direction, tile=WHOLE),
+            matrices=3,
+            ours=True,
+        ),
+        Entrant("two_walks", "ring and tiles, a walk per direction", walk_per_direction, ours=True),
+        Entrant("kept", "megabatch, ring, logits kept", ours_kept, matrices=1, ours=True),
     )
 }
+# Who takes part in `megabatch bench ring` if nobody is named. The others stand in the tables of `paper`.
+USUAL = ("one", "ring", "blocking", "gather", "untiled", "formula", "open_clip")
