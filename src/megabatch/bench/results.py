@@ -1,6 +1,7 @@
 """Row: what is known of one contender in one case, whatever the benchmark."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ class Row:
         return {**asdict(self), "best": self.best, "mean": self.mean, "deviation": self.deviation, **more}
 
 
-def row_of(rows: list[Row], name: str) -> Row | None:
+def row_of(rows: Sequence[Row], name: str) -> Row | None:
     return next((row for row in rows if row.name == name), None)
 
 
