@@ -14,7 +14,7 @@ from megabatch.bench.instruments.ranks import Crew, Member
 from megabatch.bench.loss import trial as loss_trial
 from megabatch.bench.tiling import command
 from megabatch.bench.tiling import trial as tiling_trial
-from megabatch.bench.tiling.contenders import Tiling, share
+from megabatch.bench.tiling.contenders import Tiling
 from megabatch.bench.tiling.stopwatch import SEAMS, STAGES, Seam, Stopwatch
 from megabatch.bench.tiling.trial import Taken, TilingRow
 from megabatch.tiling.plan import Plan
@@ -264,7 +264,7 @@ def test_a_row_says_where_its_products_are_not_the_plain_ones(loss, passes, said
 def calls_on_a_rank(member: Member) -> dict[str, int]:
     watch = Stopwatch()
     with watch.lap():
-        Tiling("32").step(CASE, member.size)(share(member, CASE))
+        Tiling("32").step(CASE, member.size)(CASE.inputs().cut(member.share(CASE.rows)))
     return dict(watch.calls)
 
 
@@ -313,7 +313,7 @@ def test_over_ranks_the_slowest_counts():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_shares_of_all_ranks_are_the_batch(loss):
     case = Case(loss, 96, 8)
-    parts = [share(Member(rank, 2, None), case) for rank in range(2)]
+    parts = [case.inputs().cut(Member(rank, 2, None).share(case.rows)) for rank in range(2)]
     for index, whole in enumerate(case.inputs().features):
         assert torch.equal(torch.cat([part.features[index] for part in parts]), whole)
     labels = case.inputs().labels

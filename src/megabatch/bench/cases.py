@@ -69,6 +69,11 @@ class Inputs:
         for leaf in self.leaves:
             leaf.grad = None
 
+    def cut(self, mine: slice) -> "Inputs":
+        """These rows, as leaves of their own."""
+        features = tuple(x.detach()[mine].clone().requires_grad_() for x in self.features)
+        return Inputs(features, None if self.labels is None else self.labels[mine], self.scale, self.bias)
+
     def to(self, dtype: torch.dtype) -> "Inputs":
         """The same numbers in another dtype, scale and bias too."""
 

@@ -1,9 +1,9 @@
 """Row: what is known of one contender in one case, whatever the benchmark."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from .instruments import processes
 
@@ -50,6 +50,18 @@ class Row:
     def record(self, **more: Any) -> dict[str, Any]:
         """For a file: everything, and the figures of the table."""
         return {**asdict(self), "best": self.best, "mean": self.mean, "deviation": self.deviation, **more}
+
+
+class Known(Protocol):
+    """Whoever is measured."""
+
+    @property
+    def ours(self) -> bool: ...
+
+
+def healthy(rows: Iterable[Row], known: Mapping[str, Known]) -> bool:
+    """Nobody is wrong, and ours ran; others may fail."""
+    return all(row.status != "wrong" and (row.status != "failed" or not known[row.name].ours) for row in rows)
 
 
 def row_of(rows: Sequence[Row], name: str) -> Row | None:

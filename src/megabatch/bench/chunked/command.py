@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import report, session
-from ..results import Row, over, row_of
+from ..results import Row, healthy, over, row_of
 from ..session import Session
 from . import trial as chunked_trial
 from .contenders import CACHERS
@@ -126,7 +126,7 @@ def _time(run: Session, name: str, options: argparse.Namespace, shape: Shape) ->
     limit = int(options.limit * GIB)
     rows = chunked_trial.contest(encoding, options.contenders, options.repeats, options.seconds, limit)
     run.show(f"{name}: {encoding}", _time_table(rows))
-    fine = all(row.status != "wrong" and (row.status != "failed" or not CACHERS[row.name].ours) for row in rows)
+    fine = healthy(rows, CACHERS)
     run.add({"table": name, **asdict(encoding)}, [_record(row, rows) for row in rows], healthy=fine)
 
 

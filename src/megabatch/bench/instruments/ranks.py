@@ -38,6 +38,11 @@ class Member:
     def outsider(self) -> bool:
         return self.rank >= self.size
 
+    def share(self, rows: int) -> slice:
+        """Which of so many rows are this rank's."""
+        count = rows // self.size
+        return slice(self.rank * count, (self.rank + 1) * count)
+
     def meet(self) -> None:
         """Wait for everyone, outsiders too. Sends nothing."""
         self.everyone.wait()

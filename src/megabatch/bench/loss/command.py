@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import report, session
 from ..cases import DTYPES, LOSSES, Case
-from ..results import Row, over, row_of
+from ..results import Row, healthy, over, row_of
 from ..session import Session
 from . import trial
 from .contenders import CONTENDERS
@@ -68,14 +68,8 @@ def main(options: argparse.Namespace) -> int:
                 case, options.contenders, options.repeats, options.seconds, options.error_rows, run.part
             )
             run.show(str(case), _table(case, rows))
-            run.add(asdict(case), [_record(row, rows) for row in rows], healthy=_healthy(rows))
+            run.add(asdict(case), [_record(row, rows) for row in rows], healthy=healthy(rows, CONTENDERS))
     return run.exit_code
-
-
-def _healthy(rows: list[Row]) -> bool:
-    """Nobody is wrong, and ours ran."""
-    wrong = any(row.status == "wrong" for row in rows)
-    return not wrong and all(row.status != "failed" for row in rows if CONTENDERS[row.name].ours)
 
 
 def _table(case: Case, rows: list[Row]) -> str:

@@ -9,7 +9,7 @@ from .. import report, session
 from ..cases import DTYPES, LOSSES, Case
 from ..gradients.contenders import PACKAGES
 from ..loss.contenders import CONTENDERS
-from ..results import Row, over, row_of
+from ..results import Row, healthy, over, row_of
 from ..ring import trial as ring_trial
 from ..ring.contenders import ENTRANTS
 from ..session import Session
@@ -189,6 +189,5 @@ def _spread(run: Session, case: Case, options: argparse.Namespace) -> None:
     ]
     heading = f"{case}, {RANKS} ranks × {case.rows // RANKS} rows, 1 thread each" + ("\n" if options.markdown else "")
     run.show(heading, report.markdown(head, body) if options.markdown else report.table(head, body))
-    unwell = any(row.status == "wrong" or (row.status == "failed" and ENTRANTS[row.name].ours) for row in rows)
     records = [row.record(over_megabatch=over(row, ring)) for row in rows]
-    run.add({**asdict(case), "ranks": RANKS}, records, healthy=not unwell)
+    run.add({**asdict(case), "ranks": RANKS}, records, healthy=healthy(rows, ENTRANTS))

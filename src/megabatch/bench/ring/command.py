@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import report, session
 from ..cases import DTYPES, Case
 from ..instruments import wire
-from ..results import Row, over, row_of
+from ..results import Row, healthy, over, row_of
 from ..session import Session
 from . import trial as ring_trial
 from .contenders import ENTRANTS
@@ -95,7 +95,9 @@ def _measure(options: argparse.Namespace) -> int:
             run.show(_heading(case, size, options.limited_to), f"{_table(rows)}{_headline(rows, size)}")
             about = {**asdict(case), "ranks": size, "bandwidth": options.limited_to}
             one = row_of(rows, "one")
-            run.add(about, [row.record(over_one_process=over(row, one)) for row in rows], healthy=_healthy(rows))
+            run.add(
+                about, [row.record(over_one_process=over(row, one)) for row in rows], healthy=healthy(rows, ENTRANTS)
+            )
     return run.exit_code
 
 
@@ -112,12 +114,6 @@ def _limited(run: Session, options: argparse.Namespace, rate: str) -> int:
         for case in json.loads(text)["cases"] if text else []:
             run.add(case, case["contenders"])
     return code
-
-
-def _healthy(rows: list[Row]) -> bool:
-    """Nobody is wrong, and ours ran."""
-    wrong = any(row.status == "wrong" for row in rows)
-    return not wrong and all(row.status != "failed" for row in rows if ENTRANTS[row.name].ours)
 
 
 def _heading(case: Case, size: int, limit: str | None) -> str:

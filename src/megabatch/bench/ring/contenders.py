@@ -150,7 +150,7 @@ class _GatherAndReduce(_Gather):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous()
+        total = gradient.contiguous()  # in place, as its own code does: a copy is memory that it does not take
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
 

@@ -204,12 +204,7 @@ def _step(member: Member, entrant: Entrant) -> Step:
 def _share(member: Member, case: Case) -> Inputs:
     """The rows of this rank; of an outsider, all."""
     whole = case.inputs()
-    if member.outsider:
-        return whole
-    count = case.rows // member.size
-    mine = slice(member.rank * count, (member.rank + 1) * count)
-    features = tuple(x.detach()[mine].clone().requires_grad_() for x in whole.features)
-    return Inputs(features, None, whole.scale, None)
+    return whole if member.outsider else whole.cut(member.share(case.rows))
 
 
 def _record(row: Row, size: int, taken: list[Taken]) -> None:

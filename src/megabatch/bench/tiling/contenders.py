@@ -10,7 +10,6 @@ import torch.distributed as dist
 import megabatch
 
 from ..cases import Case, Inputs
-from ..instruments.ranks import Member
 from ..loss import contenders
 from ..loss.contenders import Step
 from ..ring.contenders import WHOLE
@@ -76,15 +75,3 @@ def plain_products(case: Case, ranks: int) -> Step:
 def products_held(case: Case, ranks: int) -> int:
     """Bytes of all ranks."""
     return ranks * case.with_rows(case.rows // ranks).matrix_bytes
-
-
-def share(member: Member, case: Case) -> Inputs:
-    """The rows of this rank."""
-    whole, mine = case.inputs(), rows_of(member, case)
-    features = tuple(x.detach()[mine].clone().requires_grad_() for x in whole.features)
-    return Inputs(features, None if whole.labels is None else whole.labels[mine], whole.scale, whole.bias)
-
-
-def rows_of(member: Member, case: Case) -> slice:
-    count = case.rows // member.size
-    return slice(member.rank * count, (member.rank + 1) * count)

@@ -24,7 +24,7 @@ from ..loss import contenders, trial
 from ..loss.contenders import CONTENDERS, Step
 from ..loss.trial import Results
 from ..results import Row
-from .contenders import TITLES, UNDIVIDED, Tiling, plain_products, products_held, rows_of, share, tilings
+from .contenders import TITLES, UNDIVIDED, Tiling, plain_products, products_held, tilings
 from .stopwatch import STAGES, Lap, Stopwatch, replaced
 
 PRODUCTS = "products"
@@ -165,8 +165,9 @@ def write_references(case: Case, folder: Path) -> None:
 def examine(member: Member, case: Case, tiling: Tiling, folder: Path) -> Outcome:
     """In this process. A small step warms it up."""
     step = tiling.step(case, member.size)
-    step(share(member, case.with_rows(member.size * -(-min(case.rows, trial.SMALL) // member.size))))
-    inputs = share(member, case)
+    small = case.with_rows(member.size * -(-min(case.rows, trial.SMALL) // member.size))
+    step(small.inputs().cut(member.share(small.rows)))
+    inputs = case.inputs().cut(member.share(case.rows))
     with plans_made() as plans:
         peak = trial.peak_of(step, inputs)
     inputs.clear()
@@ -177,7 +178,7 @@ def examine(member: Member, case: Case, tiling: Tiling, folder: Path) -> Outcome
 
 
 def _mine(member: Member, case: Case, whole: Results) -> Results:
-    return {name: x[rows_of(member, case)] if x.dim() else x for name, x in whole.items()}
+    return {name: x[member.share(case.rows)] if x.dim() else x for name, x in whole.items()}
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def plans_made() -> Iterator[list[Plan]]:
 
 def race(member: Member, case: Case, entrants: list[Tiling | None], repeats: int, seconds: float) -> Taken:
     """All by turns, a tiling once with the stopwatch and once without; ranks start together. None: plain products."""
-    inputs = share(member, case)
+    inputs = case.inputs().cut(member.share(case.rows))
     steps: dict[str, Callable[[], object]] = {}
     watches: dict[str, Stopwatch] = {}
     for tiling in entrants:
