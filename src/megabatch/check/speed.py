@@ -103,7 +103,7 @@ def _over_ranks(case: Case, world: World) -> list[Row]:
 def _entered(case: Case, member: Member, world: World, name: str) -> Row:
     """One entrant on its own: is it there, does it fit, what memory does it need."""
     row, entrant = Row(name, ENTRANTS[name].title), ENTRANTS[name]
-    fits = case.device != "cpu" or trial.would_fit(entrant.held(case))
+    fits = case.device != "cpu" or trial.would_fit(entrant.held(case, world.size))
     if not all(world.gather(fits)):
         row.status = "would not fit"
         return row

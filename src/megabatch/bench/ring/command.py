@@ -13,7 +13,7 @@ from ..instruments import wire
 from ..results import Row, healthy, over, row_of
 from ..session import Session
 from . import trial as ring_trial
-from .contenders import ENTRANTS
+from .contenders import ENTRANTS, USUAL
 
 DESCRIPTION = """\
 Time, bytes sent and peak memory of a training step through the CLIP loss, forward and backward with all gradients, of
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=512, metavar="D", help="width of the features")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="n", help="numbers of ranks")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the features")
-    parser.add_argument("--contenders", nargs="+", choices=ENTRANTS, default=list(ENTRANTS), help="who takes part")
+    parser.add_argument("--contenders", nargs="+", choices=ENTRANTS, default=list(USUAL), help="who takes part")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--bandwidth", type=_rate, nargs="+", default=[], metavar="RATE", help="1gbit, 250mbit, …")
     session.add_arguments(parser)

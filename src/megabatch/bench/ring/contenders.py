@@ -115,7 +115,7 @@ def disco(member: Member) -> LossFunction:
 def _disco_loss(member: Member, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     """DisCo-CLIP's: this rank's rows of both directions, and from them gradients for everyone's features, which are
     reduced over the ranks. They are added: the average that its code takes is too small by the number of ranks."""
-    mine = slice(member.rank * len(image), (member.rank + 1) * len(image))
+    mine = member.share(member.size * len(image))
     target = torch.arange(mine.start, mine.stop, device=image.device)
     images, texts = _gather(image, _GatherAndReduce), _gather(text, _GatherAndReduce)
     per_image, per_text = scale * images[mine] @ texts.T, scale * texts[mine] @ images.T

@@ -96,7 +96,7 @@ def _ours_is_wrong(rows: list[Row]) -> bool:
 
 def _enter(case: Case, size: int, entrant: Entrant) -> Row:
     row = Row(entrant.name, _title(entrant, size))
-    needed = entrant.held(case)
+    needed = entrant.held(case, size)
     if not trial.would_fit(needed):
         row.status, row.note = "would not fit", f"needs about {needed / 2**30:.1f} GiB"
         return row
