@@ -20,6 +20,7 @@ class Point:
 # By the name that the legend shows.
 Curves = dict[str, list[Point]]
 
+BEYOND_INPUTS = "peak memory beyond inputs and gradients"
 OURS = {"color": "#004b7c", "marker": "o", "linestyle": "-"}
 # Okabe and Ito's colours, which the colour-blind tell apart; markers and dashes also tell them apart in print.
 OTHERS: tuple[dict[str, Any], ...] = (
@@ -66,10 +67,17 @@ def _kind(case: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} {case[name]}" for name in differing)
 
 
-def draw(panels: Mapping[str, Curves], title: str, path: Path, limit_bytes: int | None = None) -> None:
+def draw(
+    panels: Mapping[str, Curves],
+    title: str,
+    path: Path,
+    limit_bytes: int | None = None,
+    memory_is: str = BEYOND_INPUTS,
+) -> None:
     """A line of two plots for each of the panels: time, and memory. Needs matplotlib.
 
-    Where a contender was killed there is a cross, on its line drawn on; `limit_bytes` is what it was allowed.
+    Where a contender was killed there is a cross, on its line drawn on; `limit_bytes` is what it was allowed, `memory_is` what its
+    memory is.
     """
     import matplotlib
 
@@ -89,7 +97,7 @@ def draw(panels: Mapping[str, Curves], title: str, path: Path, limit_bytes: int 
             memory.axhline(limit_bytes / 2**20, color="0.4", linestyle=":", label="limit of the process")
         rows = sorted({point.rows for points in curves.values() for point in points})
         _finish(time, rows, "seconds per step, forward and backward", name)
-        _finish(memory, rows, "peak memory beyond inputs and gradients, MiB", name)
+        _finish(memory, rows, f"{memory_is}, MiB", name)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -45,9 +45,12 @@ class Session:
         name: Of the benchmark.
         options: The flags of `add_arguments`.
         threads: What is said of threads, where it is not torch's own number.
+        memory_is: What the memory of the plot is.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace, threads: str = "") -> None:
+    def __init__(
+        self, name: str, options: argparse.Namespace, threads: str = "", memory_is: str = plot.BEYOND_INPUTS
+    ) -> None:
         self.name = name
         self.files = {kind: getattr(options, kind, None) for kind in ("json", "csv", "plot")}
         self.machine = report.machine()
@@ -55,7 +58,7 @@ class Session:
         self.exit_code = 0
         self._begin = datetime.datetime.now(datetime.timezone.utc)
         self._bar = Bar()
-        self._threads = threads
+        self._threads, self._memory_is = threads, memory_is
 
     def __enter__(self) -> "Session":
         """What is missing shows now, not in an hour."""
@@ -131,7 +134,7 @@ class Session:
         if not curves:
             print("\nno plot: that needs two numbers of rows or more of one contender", flush=True)
             return
-        plot.draw(curves, f"megabatch bench {self.name}: {self.machine['cpu']}", path)
+        plot.draw(curves, f"megabatch bench {self.name}: {self.machine['cpu']}", path, memory_is=self._memory_is)
 
 
 def command_line() -> str:

@@ -232,8 +232,8 @@ CONTENDERS = {
         Contender("dense", "dense twin (megabatch.reference)", dense, held=_matrices(12)),
         Contender("compiled", "torch.compile, logits formed once", compiled, held=_matrices(4), compiles=True),
         Contender("chunked", f"checkpoint, chunks of {rivals.CHUNK} rows", chunked),
-        Contender("formula", "open_clip's formula", open_clip_formula, ("clip", "siglip"), held=_matrices(9)),
-        Contender("open_clip", "open_clip", open_clip, ("clip", "siglip"), held=_matrices(9)),
+        Contender("formula", "open_clip's formula", open_clip_formula, ("clip", "siglip"), held=_matrices(5)),
+        Contender("open_clip", "open_clip", open_clip, ("clip", "siglip"), held=_matrices(5)),
         Contender("lightly", "lightly", lightly, ("nt_xent",), held=_matrices(7), normalizes=True),
         Contender(
             "metric_learning",
