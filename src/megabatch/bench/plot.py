@@ -76,8 +76,8 @@ def draw(
 ) -> None:
     """A line of two plots for each of the panels: time, and memory. Needs matplotlib.
 
-    Where a contender was killed there is a cross, on its line drawn on; `limit_bytes` is what it was allowed, `memory_is` what its
-    memory is.
+    Where a contender was killed there is a cross, on its line drawn on; `limit_bytes` is what it was allowed, and
+    `memory_is` says what is counted.
     """
     import matplotlib
 
