@@ -67,7 +67,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch, one_process: None) -> None:
         return rows_of([name for name in names if case.loss in CONTENDERS[name].losses], CONTENDERS)
 
     monkeypatch.setattr(loss_trial, "contest", contest)
-    monkeypatch.setattr(ring_trial, "contest", lambda case, size, names, repeats, reached: rows_of(names, ENTRANTS))
+    monkeypatch.setattr(ring_trial, "contest", lambda case, size, names, repeats: rows_of(names, ENTRANTS))
 
 
 def test_every_contender_but_variants_of_others_is_of_the_field():
@@ -81,13 +81,13 @@ def test_every_tool_has_a_row_in_the_table_of_each_of_its_losses(tmp_path, capsy
     path = tmp_path / "out.json"
     assert main(["peers", "--rows", "16", "--width", "8", "--json", str(path)]) == 0
     *tables, spread = capsys.readouterr().out.split("_loss, N=64, D=8, float32")[1:]
-    *found, over_ranks = cases_of(path)
+    *found, _, _, over_ranks = cases_of(path)
     for loss, table, contenders_found in zip(LOSSES, tables, found[2::3], strict=True):
         expected = [name for name in FIELD if loss in CONTENDERS[name].losses]
         assert list(contenders_found) == expected
         assert all(line_of(table, CONTENDERS[name].title)[:2] == ["1.00", "s"] for name in expected)
     assert list(over_ranks) == list(SPREAD)
-    assert all(line_of(spread, ENTRANTS[name].title)[-2:] == ["3.0", "-"] for name in SPREAD)
+    assert all(line_of(spread, ENTRANTS[name].title)[-5:] == ["×", "1.0", "-", "-", "-"] for name in SPREAD)
 
 
 def test_every_tool_over_ranks_is_one_whose_gradients_are_looked_at():
@@ -213,9 +213,9 @@ def test_where_our_gradients_over_ranks_are_wrong_nobody_gets_a_speed(factor, co
 @pytest.mark.usefixtures("unmeasured")
 def test_a_wrong_result_over_ranks_ends_in_exit_code_1(monkeypatch, capsys):
     row = Row("disco", "DisCo", "wrong", "off by 2")
-    monkeypatch.setattr(ring_trial, "contest", lambda case, size, names, repeats, reached: [row])
+    monkeypatch.setattr(ring_trial, "contest", lambda case, size, names, repeats: [row])
     assert main(["peers", "--quick", "--losses", "clip", "--markdown"]) == 1
-    assert "| DisCo | - | - | - | - | - | WRONG: off by 2 |" in capsys.readouterr().out
+    assert "| DisCo | - | - | - | - | - | - | - | - | - | - | WRONG: off by 2 |" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("unmeasured")

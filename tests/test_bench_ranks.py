@@ -20,6 +20,7 @@ from megabatch.bench.gradients import trial as gradients_trial
 from megabatch.bench.gradients.trial import Ratios, Setting, Step
 from megabatch.bench.instruments import processes, wire
 from megabatch.bench.instruments.ranks import Crew, Member
+from megabatch.bench.loss import contenders
 from megabatch.bench.ring import command as ring
 from megabatch.bench.ring import trial as ring_trial
 from megabatch.bench.ring.trial import Digest, Row, Taken
@@ -112,6 +113,23 @@ def test_at_full_size_everyone_is_held_against_the_one_process(factors, wrong):
     assert rows[0].status == "ok"
     assert (rows[1].status, rows[1].seconds) == (("wrong", []) if wrong else ("ok", [1.0]))
     assert f"at N=64 the {wrong}" in rows[1].note or not wrong
+
+
+def test_gradients_of_ranks_together_are_held_against_one_process():
+    case = Case("clip", 32, 8)
+    truth = ring_trial.trial.results(contenders.dense(case), case.inputs().to(torch.float64))
+
+    def part(rank: int, factor: float) -> dict[str, torch.Tensor]:
+        """Of one of two ranks, whose gradients a trainer will halve."""
+        mine = slice(16 * rank, 16 * rank + 16)
+        return {name: factor * 2 * x[mine] if x.dim() else x for name, x in truth.items()}
+
+    error, gradient = ring_trial.against_truth(case, [part(0, 1.0), part(1, 1.0)])
+    assert error < 1e-12
+    assert gradient == pytest.approx(1.0)
+    error, gradient = ring_trial.against_truth(case, [part(0, 0.5), part(1, 0.5)])
+    assert error == pytest.approx(0.5)
+    assert gradient == pytest.approx(0.5)
 
 
 def test_rows_that_ranks_cannot_share_equally_are_refused(capsys):

@@ -3,15 +3,20 @@
 import argparse
 import csv
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megabatch.bench import plot, session
-from megabatch.bench.bar import Bar, Estimate, clock
+from megabatch.bench import plot
+from megabatch.bench.bar import Bar, Estimate, clock, work
 from megabatch.bench.cases import Case
 from megabatch.bench.chunked.contenders import CACHERS
 from megabatch.bench.command import COMMANDS
@@ -272,7 +277,76 @@ def test_every_contender_of_every_benchmark_is_in_the_registry(capsys):
     assert "list: benchmark must be one of loss, peers" in capsys.readouterr().err
 
 
-def test_the_shared_flags_are_the_same_everywhere():
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"demo", "list"}))
+def test_every_benchmark_writes_what_it_has_measured(name):
     parser = argparse.ArgumentParser()
-    session.add_arguments(parser)
-    assert vars(parser.parse_args([])) == {"json": None, "csv": None, "plot": None}
+    import_module(COMMANDS[name][0]).add_arguments(parser)
+    flags = set(parser._option_string_actions)
+    assert {"--json", "--csv"} <= flags
+    assert ("--plot" in flags) == (name not in {"chunked", "gradients", "kernels"})  # which have no rows to draw
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--width", "--ranks", "--repeats"])
+@pytest.mark.parametrize("number", ["0", "-1", "1.5", "x"])
+def test_numbers_that_count_are_whole_and_positive(flag, number, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["ring", flag, number])
+    assert f"{flag}: must be a whole number from 1 on, got '{number}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(kind, tmp_path, capsys):
+    folder = tmp_path / "a.png"
+    folder.mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["loss", "--rows", "8", f"--{kind}", str(folder)])
+    assert (
+        f"loss: --{kind} must be a file that can be written to, got {folder}: Is a directory."
+        in capsys.readouterr().err
+    )
+
+
+def test_only_what_was_written_is_said_to_be(tmp_path, capsys):
+    old = tmp_path / "old.json"
+    old.write_text("old")
+    with Session("tried", argparse.Namespace(json=old)) as run:
+        for _ in run.each([1]):
+            raise KeyboardInterrupt
+    assert "written to" not in capsys.readouterr().out
+    assert old.read_text() == "old"
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["loss", "--device", "cuda"]) == 2
+    assert "loss: --device must be one that torch sees, got 'cuda'." in capsys.readouterr().err
+
+
+def test_ctrl_c_reaches_one_process_and_ends_all(tmp_path):
+    """As a terminal sends it: to all processes of the group."""
+    path = tmp_path / "out.json"
+    words = ["loss", "--rows", "16", "8192", "--losses", "clip", "--contenders", "megabatch", "--seconds", "60"]
+    command = [sys.executable, "-m", "megabatch", "bench", *words, "--json", str(path)]
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert bench.stdout is not None
+    while "clip_loss, N=16," not in bench.stdout.readline():
+        assert bench.poll() is None
+    time.sleep(1.0)
+    os.killpg(bench.pid, signal.SIGINT)
+    out, err = bench.communicate(timeout=30)
+    assert bench.returncode == 130
+    assert err.split() == ["stopped", "after", "1", "of", "2", "cases"]
+    assert f"written to {path}" in out
+    assert [case["rows"] for case in json.loads(path.read_text())["cases"]] == [16]
+
+
+def test_more_curves_than_looks_still_look_different():
+    curves = {f"curve {i}": [] for i in range(14)}
+    looks = [str(sorted(style.items(), key=str)) for style in plot._styles(curves).values()]
+    assert len(set(looks)) == 14
+
+
+def test_starting_processes_is_work_too():
+    assert work(2, 0) > 0
+    assert work(0, 2e12) > 10 * work(1, 0)
+    assert work(5, 1e10) == pytest.approx(work(5, 0) + work(0, 1e10))

@@ -195,7 +195,7 @@ def row(way: str, loss: float = 0.0, rest: float = 1.0, peak: int = 100, status:
     own = StepRow(way, WAYS[way].title, status)
     if status == "ok":
         own.seconds, own.parts = [loss + rest], {"encoder": [rest], "loss": [loss], "optimizer": [0.0]}
-        own.peak_bytes, own.loss_bytes = peak, 10
+        own.held_bytes, own.peak_bytes, own.loss_bytes = 40, peak - 40, 10
     return own
 
 
@@ -275,7 +275,9 @@ def test_a_model_that_cannot_be_made_is_refused_with_its_reason(monkeypatch, cap
     assert capsys.readouterr().err == "step: --model: must be known, got 'tinny'.\n"
 
 
-@pytest.mark.parametrize(("flag", "words"), [("--limit", "must be above 0, got 0"), ("--chunk", "at least 1, got 0")])
+@pytest.mark.parametrize(
+    ("flag", "words"), [("--limit", "must be above 0, got 0"), ("--chunk", "must be a whole number from 1 on, got '0'")]
+)
 def test_numbers_that_make_no_sense_are_refused(flag, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["step", flag, "0"])

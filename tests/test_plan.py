@@ -216,6 +216,15 @@ def test_a_frozen_tower_is_encoded_once_and_keeps_nothing() -> None:
     assert not_trained.memory.optimizer == 8 * (L14.text_parameters + 1)
 
 
+def test_without_chunks_the_loss_comes_on_top_of_the_activations() -> None:
+    cached, whole = (predict(replace(paper_run(8, 16), chunk=chunk), "dense").memory for chunk in (128, None))
+    assert cached.peak < whole.peak
+    assert {"activations", "loss"} <= set(whole.summit)
+    static = whole.weights + whole.gradients + whole.optimizer + whole.data
+    assert whole.peak == pytest.approx(static + whole.activations + whole.loss)
+    assert predict(replace(paper_run(8, 16), chunk=2048), "dense").memory.peak == whole.peak  # one chunk of all rows
+
+
 def test_without_chunks_a_step_is_three_forwards_of_work() -> None:
     whole, cached = predict(replace(paper_run(8, 64), chunk=None), "ring"), predict(paper_run(8, 64), "ring")
     assert whole.time.encoders == pytest.approx(cached.time.encoders * 3 / 4)

@@ -102,6 +102,17 @@ def test_imports_point_downwards(path):
     assert forbidden_imports((PACKAGE / path).read_text(), path) == set()
 
 
+# What of the benchmarks looks inside of the library, or trains; the others are built on public names.
+INSIDERS = {"kernels", "tiling", "demo", "step"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path.startswith("bench/") and path.split("/")[1] not in INSIDERS]
+)
+def test_benchmarks_measure_what_users_call(path):
+    assert rooms_imported_by((PACKAGE / path).read_text(), path) <= {"bench", PUBLIC, "integrations", "reference"}
+
+
 def test_every_room_of_the_table_exists():
     assert {room_of(path) for path in PATHS} >= set(MAY_IMPORT)
 
@@ -121,10 +132,14 @@ def test_every_room_of_the_table_exists():
         ("reference.py", "from .losses import Spec", {"losses"}),
         ("reference.py", "from . import functional", {"functional"}),
         ("modules.py", "from .tiling import walk", {"tiling"}),
-        ("bench/loss.py", "from megabatch.functional import clip_loss", {"functional"}),
+        ("bench/loss/command.py", "from megabatch.functional import clip_loss", {"functional"}),
         ("backends/eager.py", "from ..losses.spec import Spec\nfrom . import select\nimport torch", set()),
         ("losses/spec.py", "from .state import merge\nfrom . import block", set()),
-        ("bench/loss.py", "import megabatch\nfrom megabatch import reference\nfrom .table import show", set()),
+        (
+            "bench/loss/command.py",
+            "import megabatch\nfrom megabatch import reference\nfrom ..report import table",
+            set(),
+        ),
     ],
 )
 def test_the_import_check_can_fail(path, source, found):

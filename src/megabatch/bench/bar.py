@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+# A process that starts and loads what it needs, and what two cores multiply and add in a second: about.
+START_SECONDS, PER_SECOND = 3.0, 1e11
+
+
+def work(starts: int, products: float) -> float:
+    """Seconds that so many processes and so many multiplications take, about: enough to tell cases apart."""
+    return START_SECONDS * starts + 2 * products / PER_SECOND
+
 
 class Estimate:
     """The time left, from what was done so far: a share of the whole, and when it was reached."""
@@ -95,4 +103,5 @@ def _progress(estimate: Estimate) -> Any:
 
     # What is printed goes where it always goes, not through the bar.
     options = {"console": Console(stderr=True), "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    options["refresh_per_second"] = 1  # whoever is measured wants the cores
     return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), Left(), **options)  # type: ignore[arg-type]

@@ -143,4 +143,5 @@ class Case:
         )
 
     def __str__(self) -> str:
-        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}"
+        where = "" if self.device == "cpu" else f", {self.device}"
+        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}{where}"

@@ -3,7 +3,7 @@
 DESCRIPTION = """\
 Measure megabatch on this machine, beside its peers. Every figure is measured here and now, in processes of their own,
 after a warm-up, contenders by turns; results are checked first, and what is wrong gets no speed. Peak memory is
-resident memory on a CPU and the allocator's on a GPU. Where a figure is not measured but
+resident memory on a CPU, and on a GPU (loss --device cuda) the allocator's. Where a figure is not measured but
 extrapolated or predicted, it says so.
 
 --json, --csv and --plot write what was measured; Ctrl-C ends a benchmark and leaves the results so far.

@@ -110,8 +110,15 @@ def _styles(curves: Curves) -> dict[str, dict[str, Any]]:
     """megabatch, the first of its kind, has a colour of its own; the others take turns."""
     ours = next((label for label in curves if label.startswith("megabatch")), None)
     others = [label for label in curves if label != ours]
-    styles = {label: OTHERS[index % len(OTHERS)] for index, label in enumerate(others)}
+    styles = {label: _look(index) for index, label in enumerate(others)}
     return styles | ({} if ours is None else {ours: OURS})
+
+
+def _look(index: int) -> dict[str, Any]:
+    """One of OTHERS; each time they are used up, with another filling of the marker and another thickness of line."""
+    turn, place = divmod(index, len(OTHERS))
+    fillings: tuple[dict[str, Any], ...] = ({}, {"markerfacecolor": "white", "linewidth": 0.8}, {"fillstyle": "left"})
+    return OTHERS[place] | fillings[turn % len(fillings)]
 
 
 def _finish(axes: Any, rows: list[int], label: str, name: str) -> None:

@@ -16,8 +16,8 @@ from .ring.contenders import ENTRANTS
 from .step.contenders import WAYS
 
 DESCRIPTION = """\
-Who takes part in which benchmark, by the name that --contenders knows, and of which losses; and which of the packages
-that are measured here are installed: pip install 'megabatch[peers]' installs them all.
+Who takes part in which benchmark, and of which losses: by the name that its --contenders knows, where it has that flag.
+And which of the packages that are measured are installed: pip install 'megabatch[peers]' installs them, but for inf_cl.
 """
 
 

@@ -75,7 +75,7 @@ def mebibytes(value: float | None) -> str:
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    return "-" if value is None or base is None else f"{value / base:.2f}"
+    return "-" if value is None or not base else f"{value / base:.2f}"
 
 
 def remark(status: str, note: str) -> str:

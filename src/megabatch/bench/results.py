@@ -17,6 +17,7 @@ class Row:
     Attributes:
         peak_bytes: Beyond inputs and gradients.
         error: The largest of the loss and its gradients, relative, against float64.
+        gradient: Over ranks, the length of the features' gradient after averaging, over that of one process.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Row:
     peak_bytes: int | None = None
     sent_bytes: float | None = None
     error: float | None = None
+    gradient: float | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -45,7 +47,7 @@ class Row:
 
     def convict(self, wrong: str) -> None:
         self.status, self.note = "wrong", wrong
-        self.peak_bytes, self.sent_bytes, self.error, self.seconds = None, None, None, []
+        self.peak_bytes, self.sent_bytes, self.error, self.gradient, self.seconds = None, None, None, None, []
 
     def record(self, **more: Any) -> dict[str, Any]:
         """For a file: everything, and the figures of the table."""

@@ -9,6 +9,7 @@ import csv
 import datetime
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser, plots: bool = True) -> None:
         parser.add_argument(
             "--plot", type=_png, metavar="PATH", help="draw time and memory against rows as a PNG; needs matplotlib"
         )
+
+
+def positive(text: str) -> int:
+    """A type of argument: a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def _png(text: str) -> Path:
@@ -58,13 +66,14 @@ class Session:
         self.exit_code = 0
         self._begin = datetime.datetime.now(datetime.timezone.utc)
         self._bar = Bar()
+        self._written: list[Path] = []
         self._threads, self._memory_is = threads, memory_is
 
     def __enter__(self) -> "Session":
         """What is missing shows now, not in an hour."""
-        for path in filter(None, self.files.values()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+        for kind, path in self.files.items():
+            if path is not None:
+                self._try(kind, path)
         if self.files["plot"] and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("--plot needs matplotlib", name="matplotlib")
         print(report.describe(self.machine, self._threads), flush=True)
@@ -77,9 +86,8 @@ class Session:
         self._write()
         if self.cases and self.files["plot"]:
             self._draw(self.files["plot"])
-        written = [f"{path}" for path in self.files.values() if path and path.stat().st_size]
-        if written:
-            print(f"\nwritten to {', '.join(written)}", flush=True)
+        if self._written:
+            print(f"\nwritten to {', '.join(map(str, dict.fromkeys(self._written)))}", flush=True)
         if kind is KeyboardInterrupt:
             print(f"\nstopped after {len(self.cases)} of {self._bar.cases} cases", file=sys.stderr)
             self.exit_code = INTERRUPTED
@@ -98,6 +106,10 @@ class Session:
         """How much of the present case is done, from 0 to 1."""
         self._bar.part(done)
 
+    def hide(self) -> None:
+        """The bar, until something is shown."""
+        self._bar.hide()
+
     def show(self, heading: str, table: str) -> None:
         self._bar.hide()
         print(f"\n{heading}\n{table}" if heading else f"\n{table}", flush=True)
@@ -112,13 +124,25 @@ class Session:
 
     # ---- files
 
+    def _try(self, kind: str, path: Path) -> None:
+        """Leaves what is there as it is."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            words = f"--{kind} must be a file that can be written to, got {path}: {error.strerror}."
+            print(f"{self.name}: {words}", file=sys.stderr)
+            raise SystemExit(2) from None
+
     def _write(self) -> None:
         if not self.cases:
             return
         if self.files["json"]:
             _replace(self.files["json"], json.dumps(self.as_dict(), indent=2) + "\n")
+            self._written.append(self.files["json"])
         if self.files["csv"]:
             write_csv(self.files["csv"], self.name, self.cases)
+            self._written.append(self.files["csv"])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -135,11 +159,12 @@ class Session:
             print("\nno plot: that needs two numbers of rows or more of one contender", flush=True)
             return
         plot.draw(curves, f"megabatch bench {self.name}: {self.machine['cpu']}", path, memory_is=self._memory_is)
+        self._written.append(path)
 
 
 def command_line() -> str:
     """As one would type it."""
-    return " ".join(["megabatch", *sys.argv[1:]])
+    return shlex.join(["megabatch", *sys.argv[1:]])
 
 
 def write_csv(path: Path, benchmark: str, cases: Iterable[Mapping[str, Any]]) -> None:

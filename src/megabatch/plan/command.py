@@ -24,8 +24,8 @@ One row for every method:
 {_METHODS}
 
 Memory is of one GPU: weights, gradients and optimizer, the data, and the loss or the activations of one chunk with the
-features, whichever is more. The formulas are in megabatch/plan/formulas.py; docs/plan.md says how near they come to
-printed figures.
+features, whichever is more; without --chunk, both. The formulas are in megabatch/plan/formulas.py;
+docs/plan.md says how near they come to printed figures.
 """
 Thing = TypeVar("Thing")
 DIMENSIONS = [member.name for member in fields(Model) if member.type is int]

@@ -2,10 +2,11 @@
 
 Letters: b rows of the whole batch, n GPUs, L = b / n rows of one; D width of the features.
 
-Memory is per GPU, in bytes, and made of parts. A step has two summits, the loss and the backward of a chunk, and one
-of them is the peak:
+Memory is per GPU, in bytes, and made of parts. A step in chunks has two summits, the loss and the backward of a chunk,
+and one of them is the peak; in one piece both are one:
 
-    weights, gradients, optimizer + data + max(loss, activations + features)
+    weights, gradients, optimizer + data + max(loss, activations + features)        in chunks
+    weights, gradients, optimizer + data + loss + activations                       in one piece
 
 FITTED constants come from one table of the paper (arXiv 2410.17243, Table 1, and one figure of its Figure 4) and are
 tested on the others; COUNTED ones from reading code; ASSUMED ones were never measured, and are the first to doubt.
@@ -296,7 +297,7 @@ ENCODER_EFFICIENCY = 0.377
 # The same by losses. Of ours and the paper's kernels as `megabatch bench kernels` predicts them on an A100
 # (docs/kernels.md), which no GPU has confirmed; of library products ASSUMED.
 LOSS_EFFICIENCY = {"dense": 0.75, "openclip": 0.75, "inf-cl": 0.37, "ring": 0.66, "gather": 0.66}
-# Matrices of float32 logits that go through memory where they are written out, both directions. COUNTED.
+# Matrices of float32 logits that are read or written where they are held, both directions together. ASSUMED.
 PASSES = 17
 # Of the peak of links. ASSUMED.
 LINK_EFFICIENCY = 0.8

@@ -57,7 +57,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, by part. At the peak either the loss or activations and features count, whichever is more."""
+    """Bytes of one GPU, by part. Encoded in chunks, at the peak either the loss or activations and features count,
+    whichever is more; in one piece, the activations of the whole batch are there while the loss is computed."""
 
     weights: float
     gradients: float
@@ -66,12 +67,15 @@ class Memory:
     activations: float
     features: float
     loss: float
+    in_one_piece: bool = False
 
     @property
     def summit(self) -> dict[str, float]:
         """The parts that make the peak."""
         encoders = {"activations": self.activations, "features": self.features}
         highest = max({"loss": self.loss}, encoders, key=total)
+        if self.in_one_piece:
+            highest = {"activations": self.activations, "loss": self.loss}
         static = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         return static | {"data": self.data} | highest
 
@@ -200,6 +204,7 @@ def memory(run: Run, method: str) -> Memory:
         activations=formulas.activation_memory(run.model, run.chunk_rows, run.precision, run.frozen),
         features=kept,
         loss=loss,
+        in_one_piece=run.chunk_rows == run.rows,
     )
 
 

@@ -44,7 +44,7 @@ def _title(run: Run) -> str:
     frozen = f", {run.frozen} tower frozen" if run.frozen != "none" else ""
     return (
         f"PREDICTED, not measured: {run.model.name} ({run.model.parameters / 1e6:.1f}M parameters, features of width "
-        f"{run.model.embed_dim})\nbatch {count(run.batch)} on {run.gpus} x {run.gpu.name}, {chunk}, {run.precision}, "
+        f"{run.model.embed_dim})\nbatch {exact(run.batch)} on {run.gpus} x {run.gpu.name}, {chunk}, {run.precision}, "
         f"{run.optimizer}, data {run.data}{frozen}"
     )
 
@@ -119,6 +119,11 @@ def seconds(value: float) -> str:
     if value >= 10:
         return f"{value:.1f}"
     return f"{value:.2g}" if value >= 0.001 else "<0.001"
+
+
+def exact(rows: int) -> str:
+    """The same, but never rounded."""
+    return count(rows) if any(rows % size == 0 for size in UNITS.values()) else f"{rows:,}"
 
 
 def count(rows: int) -> str:

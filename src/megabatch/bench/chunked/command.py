@@ -50,19 +50,31 @@ GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = Shape()
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="what is measured")
-    parser.add_argument("--rows", type=_positive, default=1024, metavar="N", help="batch size of pairs and towers")
-    parser.add_argument("--chunk", type=_positive, default=64, metavar="C", help="rows of a chunk of pairs and towers")
-    parser.add_argument("--memory-rows", type=_positive, default=16384, metavar="N", help="batch size of memory")
-    parser.add_argument("--memory-chunk", type=_positive, default=256, metavar="C", help="rows of a chunk of memory")
-    parser.add_argument("--width", type=_positive, default=shape.width, metavar="W", help="of towers and features")
-    parser.add_argument("--layers", type=_positive, default=shape.layers, help="of every tower")
-    parser.add_argument("--image", type=_positive, default=shape.image, metavar="PIXELS", help="side of an image")
-    parser.add_argument("--patch", type=_positive, default=shape.patch, metavar="PIXELS", help="side of a patch")
-    parser.add_argument("--context", type=_positive, default=shape.context, metavar="TOKENS", help="length of a text")
-    parser.add_argument("--vocabulary", type=_positive, default=shape.vocabulary, metavar="TOKENS")
+    parser.add_argument(
+        "--rows", type=session.positive, default=1024, metavar="N", help="batch size of pairs and towers"
+    )
+    parser.add_argument(
+        "--chunk", type=session.positive, default=64, metavar="C", help="rows of a chunk of pairs and towers"
+    )
+    parser.add_argument("--memory-rows", type=session.positive, default=16384, metavar="N", help="batch size of memory")
+    parser.add_argument(
+        "--memory-chunk", type=session.positive, default=256, metavar="C", help="rows of a chunk of memory"
+    )
+    parser.add_argument(
+        "--width", type=session.positive, default=shape.width, metavar="W", help="of towers and features"
+    )
+    parser.add_argument("--layers", type=session.positive, default=shape.layers, help="of every tower")
+    parser.add_argument(
+        "--image", type=session.positive, default=shape.image, metavar="PIXELS", help="side of an image"
+    )
+    parser.add_argument("--patch", type=session.positive, default=shape.patch, metavar="PIXELS", help="side of a patch")
+    parser.add_argument(
+        "--context", type=session.positive, default=shape.context, metavar="TOKENS", help="length of a text"
+    )
+    parser.add_argument("--vocabulary", type=session.positive, default=shape.vocabulary, metavar="TOKENS")
     parser.add_argument("--dropout", type=float, default=shape.dropout, metavar="P", help="of what is measured")
     parser.add_argument("--contenders", nargs="+", choices=CACHERS, default=list(CACHERS), help="who takes part")
-    parser.add_argument("--repeats", type=_positive, default=5, help="rounds, at least")
+    parser.add_argument("--repeats", type=session.positive, default=5, help="rounds, at least")
     parser.add_argument("--seconds", type=float, default=2.0, help="go on with rounds for this long")
     parser.add_argument("--limit", type=float, default=4.0, metavar="GIB", help="for a step in one piece, in GiB")
     parser.add_argument(
@@ -70,13 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: small towers, small batches")
     session.add_arguments(parser, plots=False)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def main(options: argparse.Namespace) -> int:

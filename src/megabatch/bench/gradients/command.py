@@ -30,9 +30,9 @@ HEAD = ("", "encoder", "cosine", "logit_scale", "value", "uneven")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, metavar="W", help="number of ranks")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows of each rank")
-    parser.add_argument("--width", type=int, default=16, metavar="D", help="width of the features")
+    parser.add_argument("--ranks", type=session.positive, default=4, metavar="W", help="number of ranks")
+    parser.add_argument("--rows", type=session.positive, default=8, metavar="N", help="rows of each rank")
+    parser.add_argument("--width", type=session.positive, default=16, metavar="D", help="width of the features")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=PACKAGES, help="whose losses")
     parser.add_argument("--timeout", type=float, default=20, metavar="S", help="seconds to wait for a silent rank")
@@ -44,15 +44,17 @@ def main(options: argparse.Namespace) -> int:
     setting = Setting(options.ranks, options.rows, options.width, options.timeout)
     rows: list[Row] = []
     with Session("gradients", options, threads="1 thread each") as run:
-        for package in run.each(options.packages):
-            peers = [i for i, peer in enumerate(PEERS) if peer.package == package and peer.loss in options.losses]
-            found = gradients_trial.contest(setting, peers)
-            rows += found
-            records = [{**asdict(row), "wrong": row.wrong} for row in found]
-            run.add({"package": package, **asdict(setting)}, records, healthy=not any(row.wrong for row in found))
-        body = [_cells(row) for row in rows]
-        heading = f"{setting.ranks} ranks × {setting.rows} rows, D={setting.width}; uneven: {setting.uneven} rows\n"
-        run.show(heading, report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
+        try:
+            for package in run.each(options.packages):
+                peers = [i for i, peer in enumerate(PEERS) if peer.package == package and peer.loss in options.losses]
+                found = gradients_trial.contest(setting, peers)
+                rows += found
+                records = [{**asdict(row), "wrong": row.wrong} for row in found]
+                run.add({"package": package, **asdict(setting)}, records, healthy=not any(row.wrong for row in found))
+        finally:  # Ctrl-C leaves those that are done
+            sizes = f"{setting.ranks} ranks × {setting.rows} rows, D={setting.width}; uneven: {setting.uneven} rows\n"
+            body = [_cells(row) for row in rows]
+            run.show(sizes, report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
         print(f"\n{report.versions(options.packages)}")
     return run.exit_code
 

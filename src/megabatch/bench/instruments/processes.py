@@ -50,6 +50,9 @@ def run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     except EOFError:
         process.join()
         raise death(process.exitcode) from None
+    except BaseException:  # Ctrl-C, which the process does not hear
+        process.kill()
+        raise
     process.join()
     if error is not None:
         raise error
@@ -71,12 +74,18 @@ def run_here(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def _child(
     sender: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
+    ignore_ctrl_c()
     error, result = None, None
     try:
         result = function(*args, **kwargs)
     except Exception as raised:
         error = failure_of(raised)
     sender.send((error, result))
+
+
+def ignore_ctrl_c() -> None:
+    """A terminal sends it to all processes; the first of them ends the others, and says so once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def failure_of(error: Exception) -> Failed:

@@ -144,6 +144,7 @@ def _child(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> None:
+    processes.ignore_ctrl_c()
     if crew.quiet:
         _silence(Path(folder) / f"{os.getpid()}.log")
     torch.set_num_threads(1)

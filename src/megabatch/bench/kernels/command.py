@@ -178,7 +178,8 @@ def prediction(everything: list[Compiled], table: Table = report.table) -> str:
     head = f"""\
 PREDICTED, NEVER RUN: clip_loss, forward and backward, {shape} (one product: {product / 1e12:.2f} Tflop).
 Share: of the spec sheet's bf16 peak, by the 1 + 3 products that a step cannot avoid; matrix units are assumed to reach
-{roofline.EFFICIENCY:.0%} of it in any kernel that feeds them, so no share can be higher. The model: bench/roofline.py.
+{roofline.EFFICIENCY:.0%} of it in any kernel that feeds them, so no share can be higher. The model is in
+bench/kernels/roofline.py.
 """
     rows = list(prediction_rows(everything))
     if not rows:

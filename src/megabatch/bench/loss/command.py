@@ -2,15 +2,20 @@
 
 import argparse
 import itertools
+import sys
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from .. import report, session
+from ..bar import work
 from ..cases import DTYPES, LOSSES, Case
 from ..results import Row, healthy, over, row_of
 from ..session import Session
 from . import trial
 from .contenders import CONTENDERS
+from .trial import KNOWN
 
 DESCRIPTION = """\
 Time and peak memory of a training step through a loss, forward and backward with all gradients (features, logit_scale,
@@ -22,7 +27,8 @@ their mean and standard deviation. Compare the ratios: seconds are those of this
 
 Memory: the peak of resident memory during one step beyond what the process held before it, less the gradients of the
 inputs: beyond inputs and gradients. Before it inputs are made and libraries loaded. Each contender has a process of its
-own. One that would need more than the machine has left is not run.
+own. One that would need more than the machine has left is not run. On a GPU (--device cuda) it is the allocator's peak,
+time is that between two events, and all share one process.
 
 Right first: results are compared with the dense loss in float64 before anything is timed, at a small number of rows
 and, for megabatch, at the case's own where that fits into memory. megabatch may be off by no more than the dense loss
@@ -36,13 +42,18 @@ at the case's own size.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="N", help="batch sizes"
+        "--rows", type=session.positive, nargs="+", default=[256, 1024, 4096, 16384], metavar="N", help="batch sizes"
     )
-    parser.add_argument("--width", type=int, nargs="+", default=[512], metavar="D", help="widths of the features")
+    parser.add_argument(
+        "--width", type=session.positive, nargs="+", default=[512], metavar="D", help="widths of the features"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="dtypes of the features")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["clip", "siglip", "nt_xent"])
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="who takes part")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, at least")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=KNOWN, default=list(CONTENDERS), help="who takes part (bench list)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda: contenders then share this process")
+    parser.add_argument("--repeats", type=session.positive, default=5, help="rounds, at least")
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="go on with rounds for this long: small steps need it"
     )
@@ -58,18 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.device != "cpu" and not torch.cuda.is_available():
+        print(f"loss: --device must be one that torch sees, got {options.device!r}. Here it is cpu.", file=sys.stderr)
+        return 2
     cases = [
-        Case(name, rows, width, dtype, options.memory_budget)
+        Case(name, rows, width, dtype, options.memory_budget, options.device)
         for dtype, name, width, rows in itertools.product(options.dtypes, options.losses, options.width, options.rows)
     ]
     with Session("loss", options) as run:
-        for case in run.each(cases, [case.side**2 * case.width for case in cases]):
+        for case in run.each(cases, [_work(case, options) for case in cases]):
             rows = trial.contest(
                 case, options.contenders, options.repeats, options.seconds, options.error_rows, run.part
             )
             run.show(str(case), _table(case, rows))
-            run.add(asdict(case), [_record(row, rows) for row in rows], healthy=healthy(rows, CONTENDERS))
+            run.add(asdict(case), [_record(row, rows) for row in rows], healthy=healthy(rows, KNOWN))
     return run.exit_code
+
+
+def _work(case: Case, options: argparse.Namespace) -> float:
+    """Everyone is run for its memory, its error and in every round, and takes five products or so."""
+    names = [name for name in options.contenders if case.loss in KNOWN[name].losses]
+    return work(len(names), 5 * len(names) * (options.repeats + 3) * case.side**2 * case.width)
 
 
 def _table(case: Case, rows: list[Row]) -> str:

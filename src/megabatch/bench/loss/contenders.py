@@ -125,7 +125,7 @@ def metric_learning(case: Case) -> Step:
         supcon = losses.SupConLoss(temperature=1 / case.kind.scale)
         return step_of(lambda features, labels, scale: supcon(features, labels))
     nt_xent = losses.NTXentLoss(temperature=1 / case.kind.scale)
-    pair = torch.arange(case.rows).repeat(2)
+    pair = torch.arange(case.rows, device=case.device).repeat(2)
     return step_of(lambda view1, view2, scale: nt_xent(torch.cat([view1, view2]), pair))
 
 
@@ -170,8 +170,8 @@ def step_of_stage(loss: Any) -> Step:
 
 def products(case: Case) -> Step:
     """The matrix products that a step needs, of the full shape, into outputs made beforehand, and nothing else."""
-    rows, columns = (torch.randn(case.side, case.width).to(case.torch_dtype) for _ in range(2))
-    logits = torch.empty(case.side, case.side, dtype=rows.dtype)
+    rows, columns = (torch.randn(case.side, case.width, device=case.device).to(case.torch_dtype) for _ in range(2))
+    logits = torch.empty(case.side, case.side, dtype=rows.dtype, device=case.device)
     row_gradient, column_gradient = torch.empty_like(rows), torch.empty_like(columns)
 
     def step(inputs: Inputs) -> None:
@@ -253,7 +253,7 @@ CONTENDERS = {
         ),
         Contender(
             "cached_mnrl",
-            "sentence-transformers, cached",
+            "sentence-transformers, cached: loss stage, mini-batches of 32",
             sentence_transformers_cached,
             ("info_nce",),
             normalizes=True,
@@ -265,7 +265,7 @@ CONTENDERS = {
             ("info_nce",),
             normalizes=True,
         ),
-        Contender("grad_cache", "GradCache", grad_cache, ("info_nce",), held=_matrices(3)),
+        Contender("grad_cache", "GradCache, its loss", grad_cache, ("info_nce",), held=_matrices(3)),
         Contender("products", "plain products, the limit", products, held=_matrices(1), bare=True),
     )
 }

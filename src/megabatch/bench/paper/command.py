@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import report, session
+from ..bar import work
 from ..cases import Case
 from ..instruments import measure, processes
 from ..loss.trial import would_fit
@@ -169,12 +170,12 @@ def _jobs(options: argparse.Namespace) -> Iterator[Contest | Search]:
 
 
 def _work(job: Contest | Search, options: argparse.Namespace) -> float:
-    """In products of the plane, about."""
     if isinstance(job, Contest):
-        return float(job.case.rows**2 * len(job.names) * (options.repeats + 2))
+        runs = 5 * len(job.names) * (options.repeats + 2)
+        return work(job.size * len(job.names), runs * job.case.rows**2 * options.width)
     # Inputs, gradients and what travels are about eight times a rank's features; the last steps take most of the time.
     rows = job.size * options.limit * 2**20 / (8 * 4 * options.width)
-    return float(4 * rows**2)
+    return work(10 * job.size * len(job.names), 16 * rows**2 * options.width)
 
 
 def _contest(run: Session, job: Contest, options: argparse.Namespace, measured: Measured) -> None:
@@ -231,23 +232,23 @@ def _healthy(rows: list[Row]) -> bool:
 
 
 def _search(run: Session, job: Search, options: argparse.Namespace) -> None:
-    found: dict[str, tuple[Row, Found | None]] = {}
-    for index, name in enumerate(job.names):
-        row, batch = Row(name, ENTRANTS[name].title), None
-        try:
-            batch = largest(name, job.size, options.width, int(options.limit * 2**20), options.time_limit)
-        except processes.Failed as failure:
-            row.fail(failure)
-        found[name] = row, batch
-        run.part((index + 1) / len(job.names))
     about = {"tables": ["largest"], "width": options.width, "ranks": job.size, "limit_mib": options.limit}
-    rows = [row for row, _ in found.values()]
-    run.add(about, [_largest_record(*one) for one in found.values()], healthy=_healthy(rows))
-    limit = report.mebibytes(options.limit * 2**20)
-    heading = (
-        f"largest batch with {limit} MiB per rank (Table 2): clip_loss, D={options.width}, float32, {job.size} ranks"
-    )
-    run.show(heading, tables.largest(found, job.size))
+    found: dict[str, tuple[Row, Found | None]] = {}
+    try:
+        for index, name in enumerate(job.names):
+            row, batch = Row(name, ENTRANTS[name].title), None
+            try:
+                batch = largest(name, job.size, options.width, int(options.limit * 2**20), options.time_limit)
+            except processes.Failed as failure:
+                row.fail(failure)
+            found[name] = row, batch
+            run.add(about, [_largest_record(row, batch)], healthy=_healthy([row]))
+            run.part((index + 1) / len(job.names))
+    finally:  # Ctrl-C leaves those that are done
+        limit = report.mebibytes(options.limit * 2**20)
+        where = f"clip_loss, D={options.width}, float32, {job.size} ranks"
+        if found:
+            run.show(f"largest batch with {limit} MiB per rank (Table 2): {where}", tables.largest(found, job.size))
 
 
 def _largest_record(row: Row, batch: Found | None) -> dict[str, Any]:

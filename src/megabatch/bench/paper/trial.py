@@ -36,7 +36,8 @@ def extrapolated(measured: Sequence[tuple[int, int]], rows: int) -> Extrapolated
     points = sorted(point for point in measured if point[0] < rows)
     if not points:
         return None
-    power = min(plot.exponent(points[-2:]) or 2.0, 2.0)
+    found = plot.exponent(points[-2:])
+    power = 2.0 if found is None else min(found, 2.0)
     last_rows, last_bytes = points[-1]
     return Extrapolated(last_bytes * (rows / last_rows) ** power, power, last_rows)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import report, session
+from ..bar import work
 from ..cases import DTYPES, LOSSES, Case
 from ..gradients.contenders import PACKAGES
 from ..loss.contenders import CONTENDERS
@@ -30,14 +31,15 @@ with all gradients. What is not installed says so in its row; pip install 'megab
                      length of an encoder's gradient over that of one process, 1 is right; the cosine between them
   scale              the same for logit_scale; - where it is a constant
 
-The last table is what there is over ranks only: the CLIP loss of one batch of 4N rows spread over {RANKS} ranks, gloo
-processes of one thread each, with the bytes that each sends.
+The last table is what there is over ranks only: the CLIP loss of one batch spread over {RANKS} ranks, gloo processes of
+one thread each, in the same columns; memory and bytes sent are those of a rank, error and gradient those of few rows.
 
 How it is measured, and that results are checked first, is told by bench loss, ring and gradients. What is wrong is
 reported as WRONG and gets no figures, and the exit code is 1; where megabatch is wrong, nobody gets a speed.
 """
 
 FACTORS = (1, 2, 4)
+TIME = ("best", "mean ± std", "/ megabatch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,14 +66,11 @@ def main(options: argparse.Namespace) -> int:
         print(report.versions(PACKAGES), flush=True)
         if options.quick:
             print("quick: sizes so small that fixed costs rule; time and memory say nothing about real ones")
-        jobs: list[list[Case] | Case] = [_cases(loss, options) for loss in options.losses]
+        jobs = [(_side_by_side, _cases(loss, options)) for loss in options.losses]
         if "clip" in options.losses:
-            jobs.append(_cases("clip", options)[-1])
-        for job in run.each(jobs, [_work(job) for job in jobs]):
-            if isinstance(job, Case):
-                _spread(run, job, options)
-            else:
-                _side_by_side(run, job, options)
+            jobs.append((_spread, _cases("clip", options)))
+        for measure, cases in run.each(jobs, [_work(cases) for _, cases in jobs]):
+            measure(run, cases, options)
     return run.exit_code
 
 
@@ -90,8 +89,8 @@ def _cases(loss: str, options: argparse.Namespace) -> list[Case]:
     return [Case(loss, options.rows * factor, options.width, options.dtype) for factor in FACTORS]
 
 
-def _work(job: list[Case] | Case) -> float:
-    return job.side**2 if isinstance(job, Case) else sum(case.side**2 for case in job)
+def _work(cases: list[Case]) -> float:
+    return sum(work(2 * len(FIELD), 30 * len(FIELD) * case.side**2 * case.width) for case in cases)
 
 
 # ---- one process
@@ -99,12 +98,19 @@ def _work(job: list[Case] | Case) -> float:
 
 def _side_by_side(run: Session, cases: list[Case], options: argparse.Namespace) -> None:
     standings: list[Standing] = []
-    for case, standings in peers_trial.contest(cases, options.contenders, options.repeats, options.seconds, run.part):
-        records = [_record(standing, standings, case.rows) for standing in standings]
-        run.add(asdict(case), records, healthy=all(standing.healthy for standing in standings))
-    head, body = _head(cases), [_cells(standing, standings, cases) for standing in standings]
-    table = report.markdown(head, body) if options.markdown else report.table(head, body)
-    run.show(f"{cases[-1]}\n" if options.markdown else str(cases[-1]), f"{table}{_settings(standings)}")
+    done: list[Case] = []
+    try:
+        for case, standings in peers_trial.contest(
+            cases, options.contenders, options.repeats, options.seconds, run.part
+        ):
+            records = [_record(standing, standings, case.rows) for standing in standings]
+            run.add(asdict(case), records, healthy=all(standing.healthy for standing in standings))
+            done.append(case)
+    finally:  # Ctrl-C leaves the sizes that are done
+        if done:
+            head, body = _head(done), [_cells(standing, standings, done) for standing in standings]
+            table = report.markdown(head, body) if options.markdown else report.table(head, body)
+            run.show(f"{done[-1]}\n" if options.markdown else str(done[-1]), f"{table}{_settings(standings)}")
 
 
 def _record(standing: Standing, standings: list[Standing], rows: int) -> dict[str, Any]:
@@ -124,8 +130,7 @@ def _ours(standings: list[Standing], rows: int) -> Row | None:
 
 def _head(cases: list[Case]) -> tuple[str, ...]:
     peaks = [f"MiB at {case.rows}" for case in cases]
-    time = ("best", "mean ± std", "/ megabatch")
-    return ("", *time, *peaks, "per doubling", "error", "encoder", "cosine", "scale", "")
+    return ("", *TIME, *peaks, "per doubling", "error", "encoder", "cosine", "scale", "")
 
 
 def _cells(standing: Standing, standings: list[Standing], cases: list[Case]) -> tuple[str, ...]:
@@ -171,23 +176,45 @@ def _settings(standings: list[Standing]) -> str:
 # ---- over ranks
 
 
-def _spread(run: Session, case: Case, options: argparse.Namespace) -> None:
-    rows = ring_trial.contest(case, RANKS, list(SPREAD), options.repeats, run.part)
-    ring = row_of(rows, "ring")
-    head = ("", "best", "mean ± std", "/ megabatch", "peak MiB/rank", "MiB sent/rank", "")
-    body = [
-        (
-            row.title,
-            report.seconds(row.best),
-            report.spread(row.mean, row.deviation),
-            report.ratio(over(row, ring), 1),
-            report.mebibytes(row.peak_bytes),
-            report.mebibytes(row.sent_bytes),
-            report.remark(row.status, row.note),
-        )
-        for row in rows
-    ]
-    heading = f"{case}, {RANKS} ranks × {case.rows // RANKS} rows, 1 thread each" + ("\n" if options.markdown else "")
-    run.show(heading, report.markdown(head, body) if options.markdown else report.table(head, body))
-    records = [row.record(over_megabatch=over(row, ring)) for row in rows]
-    run.add({**asdict(case), "ranks": RANKS}, records, healthy=healthy(rows, ENTRANTS))
+def _spread(run: Session, cases: list[Case], options: argparse.Namespace) -> None:
+    sizes: dict[int, list[Row]] = {}
+    try:
+        for index, case in enumerate(cases):
+            rows = sizes[case.rows] = ring_trial.contest(case, RANKS, list(SPREAD), options.repeats)
+            records = [row.record(over_megabatch=over(row, row_of(rows, "ring"))) for row in rows]
+            run.add({**asdict(case), "ranks": RANKS}, records, healthy=healthy(rows, ENTRANTS))
+            run.part((index + 1) / len(cases))
+    finally:  # Ctrl-C leaves the sizes that are done
+        if sizes:
+            largest = max(sizes)
+            body = [_spread_cells(row, sizes) for row in sizes[largest]]
+            heading = f"clip_loss, N={largest}, D={options.width}, {options.dtype}, {RANKS} ranks, 1 thread each"
+            head = (
+                "",
+                *TIME,
+                *(f"MiB at {rows}" for rows in sizes),
+                "per doubling",
+                "MiB sent",
+                "error",
+                "encoder",
+                "",
+            )
+            table = report.markdown(head, body) if options.markdown else report.table(head, body)
+            run.show(heading + ("\n" if options.markdown else ""), table)
+
+
+def _spread_cells(row: Row, sizes: dict[int, list[Row]]) -> tuple[str, ...]:
+    own = {rows: other for rows, found in sizes.items() if (other := row_of(found, row.name)) is not None}
+    grows = peers_trial.growth({rows: other.peak_bytes for rows, other in own.items()})
+    return (
+        row.title,
+        report.seconds(row.best),
+        report.spread(row.mean, row.deviation),
+        report.ratio(over(row, row_of(sizes[max(sizes)], "ring")), 1),
+        *(report.mebibytes(other.peak_bytes) for other in own.values()),
+        "-" if grows is None else f"× {grows:.1f}",
+        report.mebibytes(row.sent_bytes),
+        report.small(row.error),
+        "-" if row.gradient is None else f"{row.gradient:.3f}",
+        report.remark(row.status, row.note),
+    )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .. import report, session
+from ..bar import work
 from ..cases import DTYPES, Case
 from ..instruments import wire
 from ..results import Row, healthy, over, row_of
@@ -42,12 +43,16 @@ HEAD = ("", "best", "mean ± std", "/ 1 process", "MiB sent/rank", "peak MiB/ran
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, nargs="+", default=[16384], metavar="N", help="rows of all ranks together")
-    parser.add_argument("--width", type=int, default=512, metavar="D", help="width of the features")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="n", help="numbers of ranks")
+    parser.add_argument(
+        "--rows", type=session.positive, nargs="+", default=[16384], metavar="N", help="rows of all ranks together"
+    )
+    parser.add_argument("--width", type=session.positive, default=512, metavar="D", help="width of the features")
+    parser.add_argument(
+        "--ranks", type=session.positive, nargs="+", default=[2, 4], metavar="n", help="numbers of ranks"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the features")
     parser.add_argument("--contenders", nargs="+", choices=ENTRANTS, default=list(USUAL), help="who takes part")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
+    parser.add_argument("--repeats", type=session.positive, default=5, help="timed runs of each")
     parser.add_argument("--bandwidth", type=_rate, nargs="+", default=[], metavar="RATE", help="1gbit, 250mbit, …")
     session.add_arguments(parser)
     # How the command calls itself where the loopback is limited.
@@ -85,7 +90,8 @@ def _measure(options: argparse.Namespace) -> int:
     ]
     with Session("ring", options, threads="ranks × 1 thread") as run:
         jobs: list[tuple[Case, int] | str] = [*cases, *options.bandwidth]
-        once = [case.rows**2 for case, _ in cases]
+        runs = 5 * len(options.contenders) * (options.repeats + 2)
+        once = [work(3 * len(options.contenders), runs * case.rows**2 * case.width) for case, _ in cases]
         for job in run.each(jobs, [*once, *[sum(once)] * len(options.bandwidth)]):
             if isinstance(job, str):
                 run.exit_code = max(run.exit_code, _limited(run, options, job))
@@ -109,11 +115,13 @@ def _limited(run: Session, options: argparse.Namespace, rate: str) -> int:
         for name in ("rows", "width", "ranks", "dtype", "contenders", "repeats"):
             value = getattr(options, name)
             command += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        code = wire.run_limited(rate, command)
-        text = out.read_text() if out.exists() else ""
-        for case in json.loads(text)["cases"] if text else []:
-            run.add(case, case["contenders"])
-    return code
+        run.hide()  # it has a bar of its own
+        try:
+            return wire.run_limited(rate, command)
+        finally:  # Ctrl-C leaves what it has measured
+            text = out.read_text() if out.exists() else ""
+            for case in json.loads(text)["cases"] if text else []:
+                run.add(case, case["contenders"])
 
 
 def _heading(case: Case, size: int, limit: str | None) -> str:

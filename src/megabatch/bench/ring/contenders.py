@@ -30,6 +30,7 @@ class Entrant:
         make: The loss on one rank. Raises NotInstalled.
         matrices: Of logits, that all ranks together hold at their peak, about: to tell whether they would fit.
         everywhere: Every rank holds as many by itself.
+        in_cells: Of each rank's rows by one rank's columns at a time, which is the n-th part.
         ours: Its result is held against the dense loss's own precision; another's need only be the same loss.
         alone: One process that holds the whole batch, with as many threads as there are ranks, or as there are cores.
     """
@@ -41,10 +42,12 @@ class Entrant:
     ours: bool = False
     alone: bool = False
     everywhere: bool = False
+    in_cells: bool = False
 
     def held(self, case: Case, size: int = 1) -> float:
         """Bytes, of `size` ranks together."""
-        return self.matrices * case.matrix_bytes * (size if self.everywhere else 1)
+        factor = size if self.everywhere else 1 / size if self.in_cells else 1
+        return self.matrices * case.matrix_bytes * factor
 
 
 def ours(member: Member, **options: Any) -> LossFunction:
@@ -162,7 +165,14 @@ ENTRANTS = {
         Entrant("ring", "megabatch, ring", partial(ours, exchange="ring"), ours=True),
         Entrant("blocking", "megabatch, ring, no overlap", partial(ours, exchange="ring", overlap=False), ours=True),
         Entrant("gather", "megabatch, gather (tiles without ring)", partial(ours, exchange="gather"), ours=True),
-        Entrant("untiled", "ring without tiles", partial(ours, exchange="ring", tile=WHOLE), matrices=3, ours=True),
+        Entrant(
+            "untiled",
+            "ring without tiles",
+            partial(ours, exchange="ring", tile=WHOLE),
+            matrices=3,
+            in_cells=True,
+            ours=True,
+        ),
         Entrant("formula", "open_clip's formula", open_clip_formula, matrices=9),
         Entrant("open_clip", "open_clip", open_clip, matrices=9),
         Entrant("global", "CLIP's global loss", global_loss, matrices=6, everywhere=True),
@@ -172,6 +182,7 @@ ENTRANTS = {
             "ring without tiles, a walk per direction",
             partial(walk_per_direction, tile=WHOLE),
             matrices=3,
+            in_cells=True,
             ours=True,
         ),
         Entrant("two_walks", "ring and tiles, a walk per direction", walk_per_direction, ours=True),

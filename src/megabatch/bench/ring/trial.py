@@ -1,6 +1,6 @@
 """What one entrant goes through when a batch is spread over ranks: is it there, would it fit, is it right, what memory.
 
-And what all go through together: the clock and the meter of bytes. As in `trial`, but each in ranks of its own.
+And what all go through together: the clock and the meter of bytes. As in `loss/trial`, but each in ranks of its own.
 """
 
 import gc
@@ -112,9 +112,18 @@ def _enter(case: Case, size: int, entrant: Entrant) -> Row:
         row.status = "not installed"
         return row
     row.peak_bytes = max(peak for _, peak in present)
-    if wrong := fault(entrant, small, [found for found, _ in present]):
+    found = [results for results, _ in present]
+    row.error, row.gradient = against_truth(small, found)
+    if wrong := fault(entrant, small, found):
         row.convict(wrong)
     return row
+
+
+def against_truth(case: Case, found: list[Results]) -> tuple[float, float]:
+    """The error of all ranks' results together, and the length of the features' gradient over that of one process."""
+    truth, got = trial.results(contenders.dense(case), case.inputs().to(torch.float64)), _averaged(found)
+    lengths = [math.hypot(*(x.norm().item() for name, x in one.items() if "features" in name)) for one in (got, truth)]
+    return trial.error(got, truth), lengths[0] / lengths[1]
 
 
 def _title(entrant: Entrant, size: int) -> str:

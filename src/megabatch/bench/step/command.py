@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 
 from .. import report, session
+from ..bar import work
 from ..instruments import processes
 from ..results import healthy
 from ..session import Session
@@ -27,12 +28,12 @@ are done and where their gradients are: before and after that it is the encoders
 backward, and then the optimizer. The parts are means over all rounds; they must add up to the step, or there are no
 figures.
 
-Memory: "step MiB" is the peak of resident memory during one step beyond what was held before it, which is weights,
-optimizer and batch; the gradients of the parameters are in it. "loss MiB" is the peak of the loss alone, beyond
-features and their gradients. Everyone has a process of its own, without dropout, in which malloc hands freed blocks of
-64 KiB and more back at once. What would take more than --limit, or than the machine has left, is not run; that is
-judged by what the encoders take for {JUDGED_BY[0]} and {JUDGED_BY[1]} rows and the dense loss for {LOSS_JUDGED_BY}, and
-marked as extrapolated.
+Memory: "held MiB" is what is there before a step begins: weights, what the optimizer keeps of them, and the batch;
+"step MiB" the peak of resident memory during one step beyond that, gradients of the parameters included; "loss MiB" the
+peak of the loss alone, beyond features and their gradients, and "% of memory" its share of the first two together.
+Everyone has a process of its own, without dropout, in which malloc hands freed blocks of 64 KiB and more back at once.
+What would take more than --limit, or than the machine has left, is not run; that is judged by what the encoders take
+for {JUDGED_BY[0]} and {JUDGED_BY[1]} rows and the dense loss for {LOSS_JUDGED_BY}, and marked as extrapolated.
 
 Right first, without dropout: the loss and all gradients are compared with the dense step in one piece on few rows in
 ragged chunks; and at full size the loss and the length of the gradient, by all ways that fit. What is wrong is
@@ -44,7 +45,7 @@ alone is exchanged: all else is the same in both, and its noise is often more th
 """
 
 GIB = 2**30
-HEAD = ("", "best", "mean ± std", *PARTS, "% of time", "step MiB", "loss MiB", "% of memory", "")
+HEAD = ("", "best", "mean ± std", *PARTS, "% of time", "held MiB", "step MiB", "loss MiB", "% of memory", "")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,22 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="tiny", help="towers: tiny, small, or a model of open_clip by name, such as ViT-B-32"
     )
     parser.add_argument(
-        "--rows", type=_positive, nargs="+", default=[256, 1024, 4096, 16384], metavar="N", help="batch sizes"
+        "--rows", type=session.positive, nargs="+", default=[256, 1024, 4096, 16384], metavar="N", help="batch sizes"
     )
-    parser.add_argument("--chunk", type=_positive, default=256, metavar="C", help="rows of a chunk")
-    parser.add_argument("--repeats", type=_positive, default=3, help="rounds, at least")
+    parser.add_argument("--chunk", type=session.positive, default=256, metavar="C", help="rows of a chunk")
+    parser.add_argument("--repeats", type=session.positive, default=3, help="rounds, at least")
     parser.add_argument("--seconds", type=float, default=2.0, help="go on with rounds for this long")
     parser.add_argument("--limit", type=_gibibytes, default=math.inf, metavar="GIB", help="for a step, in GiB")
     parser.add_argument("--markdown", action="store_true", help="tables for a page of documentation")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: small batches of tiny towers")
     session.add_arguments(parser)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _gibibytes(text: str) -> float:
@@ -95,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"step: not even {JUDGED_BY[-1]} rows can be encoded: {failure}", file=sys.stderr)
             return 1
         print(_about(options, parameters, room), flush=True)
-        for setting in run.each(settings, [setting.rows for setting in settings]):
+        for setting in run.each(settings, [work(8, 1e5 * setting.rows * (64 + setting.rows)) for setting in settings]):
             rows = step_trial.contest(setting, room, options.limit * GIB, options.repeats, options.seconds, run.part)
             measured[setting.rows] = rows
             run.show(f"{setting.model}, N={setting.rows}, chunks of {setting.chunk}\n", _table(rows, options.markdown))
@@ -121,6 +115,7 @@ def _table(rows: list[StepRow], markdown: bool) -> str:
             report.spread(row.mean, row.deviation),
             *(report.seconds(row.part(part)) for part in PARTS),
             percent(row.time_share),
+            report.mebibytes(row.held_bytes),
             report.mebibytes(row.peak_bytes),
             report.mebibytes(row.loss_bytes),
             percent(row.memory_share),

@@ -75,6 +75,12 @@ class Training:
     def input_bytes(self) -> int:
         return self.images.nbytes + self.tokens.nbytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of weights, what the optimizer keeps of them, and the batch."""
+        states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+        return self.input_bytes + sum(x.nbytes for x in (*self.towers.parameters(), *states))
+
     def encode(self, chunk: int | None) -> tuple[Tensor, Tensor]:
         """Features of images and of texts, in chunks of so many rows, or at once."""
         towers = self.towers

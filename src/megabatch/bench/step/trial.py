@@ -67,6 +67,7 @@ class StepRow(Row):
 
     Attributes:
         parts: Seconds of each part in each run.
+        held_bytes: Of weights, the optimizer's state and the batch, which are there before the step begins.
         loss_bytes: Peak memory of the loss alone, beyond features and their gradients.
         extrapolated_bytes: What a step that was not run would take, judged by few rows. Not measured.
         value: The loss, without dropout.
@@ -74,6 +75,7 @@ class StepRow(Row):
     """
 
     parts: dict[str, list[float]] = field(default_factory=dict)
+    held_bytes: int | None = None
     loss_bytes: int | None = None
     extrapolated_bytes: float | None = None
     value: float | None = None
@@ -94,9 +96,14 @@ class StepRow(Row):
         return None if loss is None or not step else loss / step
 
     @property
+    def whole_bytes(self) -> int | None:
+        """Peak memory with what is held before the step begins."""
+        return None if self.peak_bytes is None or self.held_bytes is None else self.held_bytes + self.peak_bytes
+
+    @property
     def memory_share(self) -> float | None:
-        """Of the loss alone, in the peak of the step."""
-        return None if self.loss_bytes is None or not self.peak_bytes else self.loss_bytes / self.peak_bytes
+        """Of the loss alone, in the peak of the step and what is held before it."""
+        return None if self.loss_bytes is None or not self.whole_bytes else self.loss_bytes / self.whole_bytes
 
     def convict(self, wrong: str) -> None:
         super().convict(wrong)
@@ -182,6 +189,7 @@ def examine(setting: Setting, row: StepRow) -> StepRow:
         return row
     step = Step(training, row.way, setting.chunk)
     row.peak_bytes, loss = _peak(step)
+    row.held_bytes = training.held_bytes
     row.value, row.length = loss.item(), nn.utils.get_total_norm(gradients(training).values()).item()
     return row
 

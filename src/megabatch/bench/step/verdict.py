@@ -32,7 +32,7 @@ class Pair:
 
     @property
     def memory_ratio(self) -> float | None:
-        dense, ours = self.dense.peak_bytes, self.ours.peak_bytes
+        dense, ours = self.dense.whole_bytes, self.ours.whole_bytes
         return None if dense is None or not ours else dense / ours
 
     @property

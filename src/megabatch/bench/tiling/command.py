@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import report, session
+from ..bar import work
 from ..cases import LOSSES, Case
 from ..results import Row, over, row_of
 from ..session import Session
@@ -92,13 +93,18 @@ def main(options: argparse.Namespace) -> int:
     with Session("tiling", options) as run:
         if options.quick:
             print("quick: this batch is so small that fixed costs rule; the shares say nothing about real ones")
-        for case, ranks in run.each(cases, [case.side**2 * ranks for case, ranks in cases]):
+        for case, ranks in run.each(cases, [_work(case, ranks, options) for case, ranks in cases]):
             rows = tiling_trial.contest(case, ranks, sizes, options.repeats, options.seconds, run.part)
             tables = (_times(case, rows), _shares(rows), _overlap(rows))
             run.show(_heading(case, ranks), "\n\n".join(filter(None, tables)))
             healthy = all(row.status not in ("wrong", "failed") for row in rows)
             run.add({**asdict(case), "ranks": ranks}, [_record(row, rows) for row in rows], healthy=healthy)
     return run.exit_code
+
+
+def _work(case: Case, ranks: int, options: argparse.Namespace) -> float:
+    runs = 2 * len(options.tiles) * (options.repeats + 2)
+    return work(2 * len(options.tiles) * ranks, 5 * runs * case.side**2 * case.width)
 
 
 def _refusal(options: argparse.Namespace) -> str:
