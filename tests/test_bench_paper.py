@@ -124,6 +124,7 @@ def test_memory_is_extrapolated_from_the_last_two_points_and_never_faster_than_t
     assert linear is not None
     assert (linear.bytes, linear.power) == (pytest.approx(8000), pytest.approx(1))
     assert trial.extrapolated([(512, 100), (1024, 10_000)], 2048) == (40_000, 2.0, 1024)
+    assert trial.extrapolated([(512, 100), (1024, 100)], 2048) == (100, 0.0, 1024)
     assert trial.extrapolated([(1024, 100)], 2048) == (400, 2.0, 1024)
     assert trial.extrapolated([(1024, 100)], 512) is None
 

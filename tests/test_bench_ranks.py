@@ -23,6 +23,7 @@ from megabatch.bench.instruments.ranks import Crew, Member
 from megabatch.bench.loss import contenders
 from megabatch.bench.ring import command as ring
 from megabatch.bench.ring import trial as ring_trial
+from megabatch.bench.ring.contenders import ENTRANTS
 from megabatch.bench.ring.trial import Digest, Row, Taken
 
 from .benchmarks import main
@@ -149,6 +150,18 @@ def test_the_table_holds_every_run_against_the_one_process():
     assert open_clip.endswith("not installed")
     assert ring._headline(rows, 2) == "\n2 ranks × 1 thread / 1 process × 2 threads: 1.50 (best), 1.00 (mean)"
     assert ring._headline(rows[:1], 2) == ""
+
+
+def test_a_ratio_to_nothing_is_none():
+    assert [report.ratio(1.0, base) for base in (None, 0, 2.0)] == ["-", "-", "0.50"]
+
+
+def test_memory_of_all_ranks_together_is_judged_by_who_holds_what():
+    case, ranks = Case("clip", 64, 8), 4
+    held = {
+        name: ENTRANTS[name].held(case, ranks) / case.matrix_bytes for name in ("global", "formula", "untiled", "ring")
+    }
+    assert held == {"global": 6 * ranks, "formula": 9, "untiled": 3 / ranks, "ring": 0}
 
 
 def test_markdown_tables_survive_a_bar_in_a_cell():

@@ -252,6 +252,7 @@ def test_the_error_is_that_of_the_loss_and_its_gradients_against_float64(name, t
     assert row.error is not None
     assert 1e-9 < row.error < 2e-6
     truth = torch.load(path)
+    assert row.error == pytest.approx(trial.error(trial.results(contender.make(case), case.inputs()), truth), rel=0.5)
     spoiled = {key: value * (1.001 if "features 2" in key else 1) for key, value in truth.items()}
     assert trial.error(spoiled, truth) == pytest.approx(1e-3)
 

@@ -222,6 +222,15 @@ def test_the_verdict_names_the_shares_and_the_batch_from_which_it_matters():
     assert verdict(found, chunked=True) == ""
 
 
+def test_what_is_held_before_a_step_is_memory_too():
+    found = measured(row("dense_whole", 0.1, 0.9, peak=120))
+    for own in found[64]:
+        own.held_bytes = 10_000
+    text = " ".join(verdict(found, chunked=False).split())
+    assert "1.00 times the time and 1.00 times the memory at N=64" in text
+    assert text.endswith("the dense loss will do.")
+
+
 @pytest.mark.parametrize("dense", [row("dense_whole", 0.1, 9.0), row("dense_whole", 0.0, 0.9, peak=50)])
 def test_where_megabatch_gains_nothing_the_verdict_says_so(dense):
     """Noise in the encoders is no gain."""

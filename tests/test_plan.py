@@ -352,6 +352,12 @@ def test_a_table_has_a_row_for_every_method_and_says_that_it_predicts(capsys: py
     assert "--data host frees the GPU of images" in text
 
 
+def test_a_batch_is_repeated_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for batch, shown in (("20000", "batch 20,000 on"), ("256k", "batch 256k on"), ("24", "batch 24 on")):
+        assert run_command(EXAMPLE.replace("256k", batch)) == 0
+        assert shown in capsys.readouterr().out
+
+
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
     assert f"megabatch plan {EXAMPLE}\n" in page
