@@ -231,7 +231,7 @@ def test_progress_goes_up_to_the_whole():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rows", "0"], "peers: --rows must be 1 or more, got 0."),
+        (["--rows", "0"], "peers: --rows must be 8 or more, got 0."),
         (["--repeats", "0"], "peers: --repeats must be 1 or more, got 0."),
         (["--contenders", "lightly"], "peers: --contenders must have one for every loss, got lightly. None of them"),
     ],

@@ -133,6 +133,11 @@ def test_gradients_of_ranks_together_are_held_against_one_process():
     assert gradient == pytest.approx(0.5)
 
 
+def test_one_rank_has_no_gradients_to_compare(capsys):
+    assert main(["gradients", "--ranks", "1"]) == 2
+    assert "gradients: --ranks must be at least 2, got 1." in capsys.readouterr().err
+
+
 def test_rows_that_ranks_cannot_share_equally_are_refused(capsys):
     assert main(["ring", "--rows", "64", "63", "--ranks", "2"]) == 2
     assert "--rows must be multiples of --ranks, got 63 rows for 2 ranks" in capsys.readouterr().err

@@ -315,6 +315,9 @@ def test_only_what_was_written_is_said_to_be(tmp_path, capsys):
             raise KeyboardInterrupt
     assert "written to" not in capsys.readouterr().out
     assert old.read_text() == "old"
+    with Session("tried", options(tmp_path, "json", "csv", "plot")):
+        pass
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from megabatch.plan import command, formulas, report
 from megabatch.plan.formulas import OurLoss, loss_memory, ring_only_memory
 from megabatch.plan.hardware import GIB, GPUS, Gpu
 from megabatch.plan.models import MODELS
-from megabatch.plan.prediction import Prediction, Run, memory, predict, usable
+from megabatch.plan.prediction import Prediction, Run, largest_chunk, memory, predict, usable
 
 K = 1024
 L14, B16, A800 = MODELS["ViT-L-14"], MODELS["ViT-B-16"], GPUS["A800-80"]
@@ -350,6 +350,42 @@ def test_a_table_has_a_row_for_every_method_and_says_that_it_predicts(capsys: py
     assert max(map(len, text.splitlines()[:11])) <= 120
     assert "up to 491k would, limited by data" in text
     assert "--data host frees the GPU of images" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpus 8 --batch 256k --chunk 128", "openclip does not fit: it ends at 168k."),
+        (
+            "--gpus 8 --batch 64k --chunk 128",
+            "openclip fits as well, up to 168k: megabatch is not needed for its memory.",
+        ),
+        ("--gpus 8 --batch 64k --chunk 128 --method openclip", "the loss is"),
+        ("--gpus 8 --batch 64k", "--chunk 128 fits."),
+        ("--gpus 8 --batch 64k --chunk 512", "--chunk 128 fits."),
+        ("--gpus 8 --batch 64k --memory 4", "No --chunk makes it fit."),
+    ],
+)
+def test_the_words_say_what_is_needed(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(f"--model ViT-L-14 --gpu A800-80 {words}") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text
+    assert ("openclip fits" in text or "openclip does not" in text) == said.startswith("openclip")
+
+
+def test_a_chunk_that_is_said_to_fit_does_and_twice_that_does_not() -> None:
+    run = replace(paper_run(8, 64), chunk=None)
+    chunk = largest_chunk(run, "ring")
+    assert predict(replace(run, chunk=chunk), "ring").fits
+    assert not predict(replace(run, chunk=2 * chunk), "ring").fits
+
+
+def test_words_of_the_trainer_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (EXAMPLE, EXAMPLE.replace("--batch", "--global-batch-size").replace("--chunk", "--chunk-size")):
+        assert run_command(f"{words} --precision {'bf16' if shown else 'amp'}") == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
 
 
 def test_a_batch_is_repeated_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,10 @@ class Session:
         """Leaves what is there as it is."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
             path.open("a").close()
+            if new:
+                path.unlink()
         except OSError as error:
             words = f"--{kind} must be a file that can be written to, got {path}: {error.strerror}."
             print(f"{self.name}: {words}", file=sys.stderr)

@@ -28,6 +28,8 @@ features, whichever is more; without --chunk, both. The formulas are in megabatc
 docs/plan.md says how near they come to printed figures.
 """
 Thing = TypeVar("Thing")
+# What `megabatch train` calls it.
+SAME_PRECISION = {"bf16": "amp"}
 DIMENSIONS = [member.name for member in fields(Model) if member.type is int]
 PCIE = 32e9  # bytes per second of version 4 with 16 lanes
 # Flag: the Gpu's field, what one of it is, and what it says.
@@ -49,16 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help=f"of {', '.join(GPUS)}; figures that are given replace its own")
     parser.add_argument("--gpus", type=_positive, default=1, metavar="N", help="how many (default 1)")
     parser.add_argument(
-        "--batch", type=_batch, required=True, metavar="B", help="rows of all GPUs together: 32768, 32k, 1M (k = 1024)"
+        "--batch",
+        "--global-batch-size",
+        type=_batch,
+        required=True,
+        metavar="B",
+        help="rows of all GPUs together: 32768, 32k, 1M (k = 1024)",
     )
     parser.add_argument(
-        "--chunk", type=_positive, metavar="C", help="rows that one GPU encodes at a time; default: all of them at once"
+        "--chunk",
+        "--chunk-size",
+        type=_batch,
+        metavar="C",
+        help="rows that one GPU encodes at a time; default: all of them at once",
     )
     parser.add_argument(
         "--precision",
+        type=lambda word: SAME_PRECISION.get(word, word),
         choices=WEIGHTS,
         default="amp",
-        help="amp (default): float32 weights, bfloat16 products; bfloat16: all; tf32",
+        help="amp (default; bf16 of megabatch train): float32 weights, bfloat16 products; bfloat16: all; tf32",
     )
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     parser.add_argument(

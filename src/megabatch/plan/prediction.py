@@ -223,6 +223,14 @@ def _time(run: Run, method: str, count: float, wire: float) -> Time:
     )
 
 
+def largest_chunk(run: Run, method: str) -> int:
+    """The largest power of two, below the present chunk, with which the batch fits; 0 where none does."""
+    chunk = 1 << max(run.chunk_rows - 1, 1).bit_length() - 1
+    while chunk and memory(replace(run, chunk=chunk), method).peak > usable(run.gpu):
+        chunk //= 2
+    return chunk
+
+
 def _largest_batch(run: Run, method: str) -> int:
     """A multiple of the number of GPUs."""
 

@@ -1,13 +1,15 @@
 """What is printed of predictions: a table, a few sentences under it, and the same as JSON."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .formulas import OURS
 from .hardware import GIB
-from .prediction import NOTHING_FITS, Prediction, Run
+from .prediction import NOTHING_FITS, Prediction, Run, largest_chunk
 
+WIDTH = 120
 UNITS = {"M": 1024**2, "k": 1024, "K": 1024}
 # Of the table, with their units.
 COLUMNS = (
@@ -34,9 +36,8 @@ def report(run: Run, predictions: Sequence[Prediction]) -> str:
         f"{one.method}'s loss beyond the features, GiB: {_listed(one.our_loss)}" for one in predictions if one.our_loss
     ]
     ours = [one for one in predictions if one.method in OURS]
-    return "\n".join(
-        [_title(run), _shared(predictions[0]), "", *table, "", *own, _sentence(run, [*ours, *predictions][0])]
-    )
+    words = textwrap.fill(_sentence(run, [*ours, *predictions][0]) + _need(predictions), WIDTH)
+    return "\n".join([_title(run), _shared(predictions[0]), "", *table, "", *own, words])
 
 
 def _title(run: Run) -> str:
@@ -87,11 +88,23 @@ def _sentence(run: Run, one: Prediction) -> str:
     return f"{one.method}: batch {count(run.batch)} {fits}. {bound}{_advice(run, one)}"
 
 
+def _need(predictions: Sequence[Prediction]) -> str:
+    """Whether megabatch is needed at all, where open_clip's way is among what was asked for."""
+    ours = next((one for one in predictions if one.method in OURS), None)
+    other = next((one for one in predictions if one.method == "openclip"), None)
+    if ours is None or other is None or not ours.fits:
+        return ""
+    if not other.fits:
+        return f" openclip does not fit: it ends at {count(other.largest)}."
+    return f" openclip fits as well, up to {count(other.largest)}: megabatch is not needed for its memory."
+
+
 def _advice(run: Run, one: Prediction) -> str:
     if one.growth == "data" and run.data != "host":
         return " --data host frees the GPU of images."
-    if one.growth in ("activations", NOTHING_FITS) and run.chunk != 1:
-        return " A smaller --chunk leaves room."
+    if one.growth in ("activations", NOTHING_FITS) and run.chunk_rows > 1:
+        chunk = largest_chunk(run, one.method)
+        return f" --chunk {chunk} fits." if chunk else " No --chunk makes it fit."
     if one.growth == "loss" and one.method not in OURS:
         return " --method ring has no matrix of logits."
     return ""

@@ -1,6 +1,7 @@
 """`megabatch bench gradients`: do gradients over ranks equal those of one process? Ours and others'."""
 
 import argparse
+import sys
 from dataclasses import asdict
 
 from .. import report, session
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.ranks < 2:
+        print(f"gradients: --ranks must be at least 2, got {options.ranks}.", file=sys.stderr)
+        return 2
     setting = Setting(options.ranks, options.rows, options.width, options.timeout)
     rows: list[Row] = []
     with Session("gradients", options, threads="1 thread each") as run:
@@ -54,7 +58,8 @@ def main(options: argparse.Namespace) -> int:
         finally:  # Ctrl-C leaves those that are done
             sizes = f"{setting.ranks} ranks × {setting.rows} rows, D={setting.width}; uneven: {setting.uneven} rows\n"
             body = [_cells(row) for row in rows]
-            run.show(sizes, report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
+            if body:
+                run.show(sizes, report.markdown(HEAD, body) if options.markdown else report.table(HEAD, body))
         print(f"\n{report.versions(options.packages)}")
     return run.exit_code
 

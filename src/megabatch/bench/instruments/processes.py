@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
@@ -43,7 +44,7 @@ def run(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     makers = context()
     receiver, sender = makers.Pipe(duplex=False)
     process = makers.Process(target=_child, args=(sender, function, args, kwargs), daemon=True)
-    process.start()
+    start(process)
     sender.close()
     try:
         error, result = receiver.recv()
@@ -74,7 +75,6 @@ def run_here(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def _child(
     sender: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    ignore_ctrl_c()
     error, result = None, None
     try:
         result = function(*args, **kwargs)
@@ -83,9 +83,17 @@ def _child(
     sender.send((error, result))
 
 
-def ignore_ctrl_c() -> None:
-    """A terminal sends it to all processes; the first of them ends the others, and says so once."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def start(process: Any) -> None:
+    """So that neither it nor the server that it comes from hears Ctrl-C. A terminal sends that to all processes; the
+    first of them ends the others and says so, once."""
+    if threading.current_thread() is not threading.main_thread():  # only the main one may decide
+        process.start()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def failure_of(error: Exception) -> Failed:

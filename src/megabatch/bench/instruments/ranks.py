@@ -76,7 +76,7 @@ class Crew:
                 process = makers.Process(
                     target=_child, args=(sender, self, member, folder, function, args, kwargs), daemon=True
                 )
-                process.start()
+                processes.start(process)
                 sender.close()
                 running[receiver] = process
             try:
@@ -144,7 +144,6 @@ def _child(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> None:
-    processes.ignore_ctrl_c()
     if crew.quiet:
         _silence(Path(folder) / f"{os.getpid()}.log")
     torch.set_num_threads(1)

@@ -39,6 +39,7 @@ reported as WRONG and gets no figures, and the exit code is 1; where megabatch i
 """
 
 FACTORS = (1, 2, 4)
+LEAST_ROWS = 8  # with fewer some losses have nothing to contrast
 TIME = ("best", "mean ± std", "/ megabatch")
 
 
@@ -75,9 +76,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _refusal(options: argparse.Namespace) -> str:
-    for name in ("rows", "width", "repeats"):
-        if getattr(options, name) < 1:
-            return f"--{name} must be 1 or more, got {getattr(options, name)}."
+    for name, least in (("rows", LEAST_ROWS), ("width", 1), ("repeats", 1)):
+        if getattr(options, name) < least:
+            return f"--{name} must be {least} or more, got {getattr(options, name)}."
     for loss in options.losses:
         if not any(loss in CONTENDERS[name].losses for name in options.contenders):
             names = " ".join(options.contenders)
