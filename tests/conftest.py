@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,10 @@ from megabatch.backends import workspace
 from megabatch.bench.instruments import processes
 
 from .ranks import Pool
+
+# A shell that runs tests in the background has them ignore Ctrl-C, which some of them send.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 UNINITIALISED = [
     (torch, "empty"),
