@@ -25,7 +25,7 @@ LOSS_JUDGED_BY = 2048
 # What must be the same by all ways at the full size, and how far it may be off, relative.
 SAME = (("value", "loss", 1e-4), ("length", "length of the gradient", 1e-3))
 # The parts of a step must make up this much of it.
-ACCOUNTED = 0.9
+ACCOUNTED = 0.95
 
 
 @dataclass(frozen=True)
