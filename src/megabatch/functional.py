@@ -23,12 +23,11 @@ from .checks import (
     scale_of,
     tile_of,
 )
-from .distributed.collectives import refused_together
+from .distributed.ranks import refuse_together
 from .losses import spec as specs
 from .losses.spec import Spec
-from .tiling.call import Call, Inputs, Needs
-from .tiling.engine import Remembered
-from .tiling.operators import contrast
+from .tiling.operators import contrastive_loss
+from .tiling.options import LossInputs, LossOptions, Needs
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
 
@@ -72,7 +71,7 @@ def clip_loss(
     """
     name = "clip_loss"
     ranks = group_name(name, group)
-    with refused_together(name, ranks):
+    with refuse_together(name, ranks):
         check_features(name, image_features=image_features, text_features=text_features)
         check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
         check_word(name, "same_ids", same_ids, ("mask", "positive"))
@@ -151,7 +150,7 @@ def info_nce_loss(
     """
     name = "info_nce_loss"
     ranks = group_name(name, group)
-    with refused_together(name, ranks):
+    with refuse_together(name, ranks):
         if isinstance(negatives, Tensor) and negatives.dim() == 3:
             raise ValueError(
                 f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
@@ -239,7 +238,7 @@ def siglip_loss(
     """
     name = "siglip_loss"
     ranks = group_name(name, group)
-    with refused_together(name, ranks):
+    with refuse_together(name, ranks):
         check_features(name, image_features=image_features, text_features=text_features)
         check_rows(name, _PAIRED, image_features=image_features, text_features=text_features)
         check_word(name, "same_ids", same_ids, ("mask", "positive"))
@@ -305,7 +304,7 @@ def nt_xent_loss(
     """
     name = "nt_xent_loss"
     ranks = group_name(name, group)
-    with refused_together(name, ranks):
+    with refuse_together(name, ranks):
         check_features(name, view1=view1, view2=view2)
         check_rows(name, _PAIRED, view1=view1, view2=view2)
         check_word(name, "same_ids", same_ids, ("mask", "positive"))
@@ -370,7 +369,7 @@ def supcon_loss(
     """
     name = "supcon_loss"
     ranks = group_name(name, group)
-    with refused_together(name, ranks):
+    with refuse_together(name, ranks):
         check_features(name, features=features)
         if labels is None:
             raise TypeError(f"{name}: labels must be a tensor, got None.")
@@ -464,7 +463,7 @@ def _describe(
     memory_budget: int | str | None,
     backend: str,
     directions: tuple[str, ...] = (),
-) -> tuple[Inputs, Call, tuple[str, ...]]:
+) -> tuple[LossInputs, LossOptions, tuple[str, ...]]:
     """What all losses do after they have checked what is their own."""
     rows_name, first = rows
     if not ranks:
@@ -481,7 +480,7 @@ def _describe(
     bias = None if logit_bias is None else scalar(name, "logit_bias", logit_bias)
     differentiable = (first, second, extra, scale, bias)
     check_no_tangents(name, *differentiable)
-    call = Call(
+    call = LossOptions(
         name,
         spec,
         Needs(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in differentiable)),
@@ -496,28 +495,21 @@ def _describe(
         grad_reduction,
         exchange,
         overlap,
-        gradients=torch.is_grad_enabled(),
+        grad_enabled=torch.is_grad_enabled(),
     )
-    return Inputs(first, second, extra, scale, bias, *ids, positives, weight), call, directions
+    return LossInputs(first, second, extra, scale, bias, *ids, positives, weight), call, directions
 
 
-# Has a loss require grad on a rank that needs none itself, since others may; gets no gradient.
-with torch.inference_mode(False):  # whatever mode the import happens in
-    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-
-
-def _run(inputs: Inputs, call: Call, directions: tuple[str, ...]) -> Loss:
-    value, stats, *_, scalars, _ = contrast(*inputs, _ANCHOR if call.group else None, call.encode())
-    if call.group and not torch.compiler.is_compiling() and not Remembered.of(scalars).wanted:
-        value = value.detach()
-    return (value, _named(stats, value.dtype, call.spec, directions)) if call.stats else value
+def _run(inputs: LossInputs, options: LossOptions, directions: tuple[str, ...]) -> Loss:
+    value, stats = contrastive_loss(inputs, options)
+    return (value, _named(stats, value.dtype, options.spec, directions)) if options.return_stats else value
 
 
 def _named(stats: Tensor, dtype: torch.dtype, spec: Spec, directions: tuple[str, ...]) -> dict[str, Tensor]:
     loss, accuracy, positive_logit, *losses_and_accuracies = stats.detach().to(dtype).unbind()
     named: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "positive_logit": positive_logit}
     for index, direction in enumerate(directions):
-        if spec.link == "softmax":
+        if spec.epilogue == "softmax":
             named[f"loss_{direction}"] = losses_and_accuracies[index]
         named[f"accuracy_{direction}"] = losses_and_accuracies[2 + index]
     return named

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import group_name
-from .distributed.collectives import refused_together
+from .distributed.ranks import refuse_together
 from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 
 # Keywords of the functions that belong to a batch, not to a module.
@@ -83,7 +83,7 @@ class _ContrastiveLoss(nn.Module):
     def _refuse(self, why: str) -> None:
         """On all ranks: the others are in the function that this one does not come to."""
         function = type(self).function.__name__
-        with refused_together(function, group_name(function, self.options.get("group", ...))):
+        with refuse_together(function, group_name(function, self.options.get("group", ...))):
             raise ValueError(f"{type(self).__name__}: {why}")
 
     def _run(self, *features: Tensor, output_dict: bool = False, **keywords: Any) -> Any:

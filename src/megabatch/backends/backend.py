@@ -1,6 +1,6 @@
-"""Backend: what the walk asks of whoever computes its tiles, and what all of them share.
+"""Backend: what the engine asks of whoever computes its tiles, and what all backends share.
 
-Letters: S the tile's logits, [r, c]; G = d loss / d S, the slope, up to a factor common to all tiles.
+Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a factor common to all tiles.
 """
 
 import math
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
-from .workspace import borrow
+from . import workspace
 
 MIB = 2**20
-# What a slope is multiplied by before it is rounded to float16, whose smallest normal number is 6e-5: slopes are of
-# size 2 at most, and those of a batch of a million still have all their digits.
-FLOAT16_LIFT = 2.0**14
+DEFAULT_BUDGET = 256 * MIB
+# dlogits are multiplied by it before they are rounded to float16, whose smallest normal number is 6e-5. They are 2 at
+# most, and in a batch of a million they still have all their digits.
+FLOAT16_DLOGITS_SCALE = 2.0**14
 
 
 @dataclass
 class Kept:
-    """Memory for one tile that outlives its fold, and a number that tells the backend what it holds."""
+    """Memory for the logits of one tile, and a number by which the backend knows in which form they are."""
 
     buffer: Tensor
     mark: float = math.nan
@@ -33,41 +34,40 @@ class Backend(ABC):
     """Computes the tiles of one call, whose logits are S = scale * x.y + bias.
 
     Attributes:
-        default_budget: Bytes that a call may take if the caller names none; the O(N) vectors come on top.
+        default_budget: Bytes that a call may take if the caller names none; O(N) vectors come on top.
         useful_height: A strip of so many rows still multiplies at nearly full speed.
     """
 
     name: str
-    default_budget: int
     useful_height: int
+    default_budget = DEFAULT_BUDGET
 
     def __init__(
         self,
         spec: Spec,
         scale: float,
         bias: float,
-        compute: torch.dtype,
+        dtype: torch.dtype,
         device: torch.device,
         *,
-        product: torch.dtype | None = None,
+        operand_dtype: torch.dtype | None = None,
         stats: bool = False,
-        sums_slopes: bool = False,
+        sum_for_scale: bool = False,
+        sum_for_bias: bool = False,
     ) -> None:
         """
         Args:
-            compute: Of logits, slopes and gradients: float32 or float64.
-            product: Of the operands of products, where halves are multiplied into float32.
-            stats: Fold what the caller's statistics need, too.
-            sums_slopes: Add up sum(G * x.y) tile by tile, for a gradient of the scale that no feature gradient gives.
+            dtype: Of logits, dlogits and gradients: float32 or float64.
+            operand_dtype: Of what products multiply, where bf16 or fp16 is multiplied into float32.
+            stats: Collect what `return_stats` needs, too.
+            sum_for_scale, sum_for_bias: Sum dS * x.y, and dS, over all tiles: the gradients of scale and bias.
         """
-        self.spec = spec
-        self.scale = scale
-        self.bias = bias
-        self.compute = compute
-        self.device = device
-        self.product = product or compute
+        self.spec, self.scale, self.bias = spec, scale, bias
+        self.dtype, self.device = dtype, device
+        self.operand_dtype = operand_dtype or dtype
         self.stats = stats
-        self.sums_slopes = sums_slopes
+        self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
+        self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._buffers: dict[str, Tensor] = {}
         self._loaded: dict[str, Block] = {}
 
@@ -76,7 +76,7 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def suits(device: torch.device) -> bool:
-        """Whether it is for devices of this kind: "auto" asks no other."""
+        """Whether it is made for devices of this kind: "auto" asks no other."""
 
     @staticmethod
     @abstractmethod
@@ -85,64 +85,59 @@ class Backend(ABC):
 
     @staticmethod
     @abstractmethod
-    def multiplies_halves(device: torch.device, normalize: bool) -> bool:
-        """Whether half features are multiplied as they are, into float32; else they are converted, tile by tile."""
+    def multiplies_half(device: torch.device, normalize: bool) -> bool:
+        """Whether bf16/fp16 features are multiplied as they are, into float32; else they are converted tile by tile."""
 
     @staticmethod
     @abstractmethod
-    def sides(width: int, threads: int) -> tuple[int, int]:
+    def tile_sides(width: int, threads: int) -> tuple[int, int]:
         """Height and width of the tiles that run fastest, for features of this width."""
 
     @staticmethod
     @abstractmethod
-    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
-        """What is held while it works on one tile, copies of its features apart.
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
+        """Memory for the work on one tile, without copies of features.
 
         Args:
-            element, operand: Bytes of a logit, and of what products take.
-            products: x.y is held beside the logits.
+            element, operand: Bytes of a logit, and of what products multiply.
         """
 
     # ---- tiles
 
     @abstractmethod
-    def fold(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
         """Add the tile to the statistics of its rows and, where they have a loss too, of its columns."""
 
     @abstractmethod
-    def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
-        """Add the tile to the gradients of its rows and its columns, from what `fold` kept where it did.
+    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
+        """Add the tile to the gradients of its rows and columns, from the logits that were kept, if they were.
 
-        That is left as it is, for a graph that is walked again, unless this is its `last` use.
+        What was kept stays as it is: a graph may be walked again.
         """
 
     @abstractmethod
     def scores(self, tile: Tile) -> Tensor:
         """S, in a buffer that the next tile overwrites."""
 
-    @abstractmethod
-    def slope_sums(self) -> tuple[float, float]:
-        """sum(G * x.y), where it is asked for, and sum(G), for the bias, over all tiles that were pushed."""
-
     @property
-    def lift(self) -> float:
-        """What slopes are multiplied by before they are rounded to what products take."""
-        return FLOAT16_LIFT if self.product == torch.float16 else 1.0
+    def dlogits_scale(self) -> float:
+        """Multiplies dlogits before they are rounded to the operands' dtype."""
+        return FLOAT16_DLOGITS_SCALE if self.operand_dtype == torch.float16 else 1.0
 
-    def _add_to_gradients(self, tile: Tile, slope: Tensor) -> None:
-        """The two products that follow a slope, which is lifted."""
-        alpha = 1 / self.lift
+    def _multiply_dlogits(self, tile: Tile, dlogits: Tensor) -> None:
+        """The two products of the backward: dS @ Y and dS.T @ X, added to the gradients."""
+        alpha = 1 / self.dlogits_scale
         if tile.rows.grad is not None:
-            multiply(slope, self._operand("columns", tile.columns), out=tile.rows.grad, alpha=alpha, beta=1.0)
-        if tile.columns.grad is not None and not tile.diagonal:
-            multiply(slope.T, self._operand("rows", tile.rows), out=tile.columns.grad, alpha=alpha, beta=1.0)
+            multiply(dlogits, self._operand("columns", tile.columns), out=tile.rows.grad, alpha=alpha, beta=1.0)
+        if tile.columns.grad is not None and not tile.is_diagonal:
+            multiply(dlogits.T, self._operand("rows", tile.rows), out=tile.columns.grad, alpha=alpha, beta=1.0)
 
     def _operand(self, side: str, block: Block) -> Tensor:
-        """The block's features as products take them: themselves where they can, else a copy in a shared buffer."""
+        """The features as products multiply them: themselves where they can, else a copy in a shared buffer."""
         features = block.features
-        if block.inverse_norm is None and features.dtype == self.product:
+        if block.inverse_norm is None and features.dtype == self.operand_dtype:
             return features
-        copy = self._buffer(side, (len(block), features.shape[1]), self.product)
+        copy = self._buffer(side, (len(block), features.shape[1]), self.operand_dtype)
         if self._loaded.get(side) is not block:
             if block.inverse_norm is None:
                 copy.copy_(features)
@@ -154,7 +149,7 @@ class Backend(ABC):
     def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         size = shape[0] * shape[1]
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = borrow(name, size, dtype or self.compute, self.device)
+            self._buffers[name] = workspace.buffer(name, size, dtype or self.dtype, self.device)
         return shaped(self._buffers[name], shape)
 
 
@@ -163,10 +158,10 @@ def shaped(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """out = alpha * left @ right + beta * out, added up in the precision of `out`."""
+    """out = alpha * left @ right + beta * out, accumulated in the dtype of `out`."""
     if left.dtype == out.dtype:
         return torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
-    if left.device.type == "cpu":  # which cannot multiply halves into float32
+    if left.device.type == "cpu":  # which cannot multiply bf16 or fp16 into float32
         product = torch.mm(left.to(out.dtype), right.to(out.dtype))
     else:
         product = torch.mm(left, right, out_dtype=out.dtype)
@@ -174,9 +169,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta:
 
 
 @cache
-def products_of_halves(device: torch.device) -> bool:
-    """Whether halves can be multiplied into float32: on the CPU they are converted, on ROCm older versions of torch
-    cannot."""
+def supports_half_products(device: torch.device) -> bool:
+    """Whether bf16/fp16 can be multiplied into float32. The CPU converts; older versions of torch cannot on ROCm."""
     if device.type == "cpu":
         return True
     half = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)

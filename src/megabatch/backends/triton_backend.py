@@ -21,7 +21,7 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
-from .backend import MIB, Backend, Kept, float32_precision, products_of_halves, shaped
+from .backend import MIB, Backend, Kept, float32_precision, supports_half_products, shaped
 from .triton_settings import (
     ELEMENTWISE,
     SMALLEST_TUNED,
@@ -37,7 +37,7 @@ from .triton_settings import (
 Launcher = Callable[[Any, tuple[int], dict[str, Any]], None]
 
 # What the backward of a softmax knows of a row.
-REMEMBERED = ("shift", "total", "count", "valid")
+REMEMBERED = ("max", "sum_exp", "positive_count", "logit_count")
 # Marks of what is kept of a tile: x.y, or already the slope.
 PRODUCTS, SLOPE = math.nan, 1.0
 
@@ -91,7 +91,6 @@ class Triton(Backend):
     """What is kept of a tile is x.y or, by a sigmoid loss whose pulls are known, the slope."""
 
     name = "triton"
-    default_budget = 256 * MIB
     useful_height = 1024
 
     def __init__(self, *arguments: Any, launcher: Launcher = launch, **options: Any) -> None:
@@ -101,7 +100,7 @@ class Triton(Backend):
         self._settings: Settings | None = None
         self._precision = precision(float32_precision(self.device), self._architecture)
         # The interpreter takes bfloat16 for the integers that it stores them in.
-        self._widens = self.product == torch.bfloat16 and _interprets()
+        self._widens = self.operand_dtype == torch.bfloat16 and _interprets()
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     @staticmethod
@@ -123,33 +122,33 @@ class Triton(Backend):
             reasons.append(f"the GPU has compute capability {major}.{minor}. It needs 8.0 or newer")
         elif device.type == "cuda" and not reasons and not _interprets() and (trouble := _launch_trouble()):
             reasons.append(trouble)
-        if dtype.itemsize == 2 and not products_of_halves(device):
+        if dtype.itemsize == 2 and not supports_half_products(device):
             reasons.append("this torch cannot multiply halves into float32 here. Use a newer one, or float32 features")
         if dtype == torch.float64:
             reasons.append("the features are float64. Its kernels compute in float32")
         return reasons
 
     @staticmethod
-    def multiplies_halves(device: torch.device, normalize: bool) -> bool:
-        return products_of_halves(device)
+    def multiplies_half(device: torch.device, normalize: bool) -> bool:
+        return supports_half_products(device)
 
     @staticmethod
-    def sides(width: int, threads: int) -> tuple[int, int]:
+    def tile_sides(width: int, threads: int) -> tuple[int, int]:
         return 8192, 8192
 
     @staticmethod
-    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, products: bool) -> int:
+    def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
         """The slope, by a sigmoid loss perhaps in memory for logits, and partial statistics for every 64 rows or
         columns of both sides."""
         partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
-        slope = element if spec.link == "sigmoid" else operand
+        slope = element if spec.epilogue == "sigmoid" else operand
         return rows * _padded(columns) * slope + partials * torch.float32.itemsize
 
     # ---- tiles
 
-    def fold(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
         products = slope = None
-        if kept is not None and self.spec.link == "sigmoid" and len(tile.rows.pull):
+        if kept is not None and self.spec.epilogue == "sigmoid" and len(tile.rows.row_grad):
             kept.mark, slope = SLOPE, self._as_slope(kept.buffer, tile)
         elif kept is not None:
             kept.mark, products = PRODUCTS, shaped(kept.buffer, tile.shape)
@@ -161,10 +160,10 @@ class Triton(Backend):
         if of_columns is not None:
             self._merge(tile, tile.columns, of_columns, down)
 
-    def push(self, tile: Tile, kept: Kept | None = None, last: bool = False) -> None:
+    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
         slope = self.slope(tile, kept)
         if slope is not None:
-            self._add_to_gradients(tile, slope)
+            self._multiply_dlogits(tile, slope)
 
     def slope(self, tile: Tile, kept: Kept | None = None) -> Tensor | None:
         """G times the lift, in the type that products take; None where no features need it."""
@@ -190,26 +189,26 @@ class Triton(Backend):
 
     def _new_slope(self, tile: Tile) -> Tensor:
         rows, columns = tile.shape
-        return self._as_slope(self._buffer("slope", (rows, _padded(columns)), self.product), tile)
+        return self._as_slope(self._buffer("slope", (rows, _padded(columns)), self.operand_dtype), tile)
 
     def _as_slope(self, buffer: Tensor, tile: Tile) -> Tensor:
         """Memory as a slope, whose rows begin where aligned stores can, if there is room for that."""
-        memory, (rows, columns) = buffer.view(-1).view(self.product), tile.shape
+        memory, (rows, columns) = buffer.view(-1).view(self.operand_dtype), tile.shape
         stride = _padded(columns) if rows * _padded(columns) <= memory.numel() else columns
         return shaped(memory, (rows, stride))[:, :columns]
 
     def _partials(self, tile: Tile, settings: Settings) -> tuple[Tensor, Tensor | None]:
         """Memory for what blocks leave of the tile's rows and, where they are folded too, of its columns."""
         down, across = _blocks(tile, settings)
-        slots = 4 + 2 * bool(self.spec.smoothing) + self.stats
-        both = self.stats if self.spec.link == "sigmoid" else tile.folds_columns(self.spec)
+        slots = 4 + 2 * bool(self.spec.label_smoothing) + self.stats
+        both = self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec)
         of_rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
         if not both:
             return of_rows, None
         return of_rows, self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
 
     def _has_ids(self, tile: Tile) -> bool:
-        return self.spec.same != "ignore" and tile.rows.ids is not None and tile.columns.ids is not None
+        return self.spec.id_rule != "ignore" and tile.rows.ids is not None and tile.columns.ids is not None
 
     # ---- launches
 
@@ -233,9 +232,9 @@ class Triton(Backend):
             for side, block in (("rows", rows), ("columns", columns))
         )
         down, across = _blocks(tile, settings)
-        sums_it = push and (self.sums_slopes or spec.link == "sigmoid")
+        sums_it = push and (self.sums_slopes or spec.epilogue == "sigmoid")
         partial_sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_it else None
-        softmax_push = push and spec.link == "softmax"
+        softmax_push = push and spec.epilogue == "softmax"
         both_push = softmax_push and spec.two_sided
         x_state, y_state = rows.state.table, columns.state.table
         ids = self._has_ids(tile)
@@ -249,8 +248,8 @@ class Triton(Backend):
             "target": rows.target if tile.may_hold_targets else None,
             "x_state": x_state if softmax_push else None,
             "y_state": y_state if both_push else None,
-            "x_pull": rows.pull if push else None,
-            "y_pull": columns.pull if both_push else None,
+            "x_pull": rows.row_grad if push else None,
+            "y_pull": columns.row_grad if both_push else None,
             "products": products,
             "x_partials": fold[0] if fold else None,
             "y_partials": fold[1] if fold else None,
@@ -267,16 +266,16 @@ class Triton(Backend):
             "y_state_stride": y_state.stride(0) if both_push else 0,
             "products_stride": len(columns),
             "slope_stride": 0 if slope is None else slope.stride(0),
-            "column_start": columns.start,
+            "column_start": columns.offset,
             "scale": float(self.scale),
             "bias": float(self.bias),
-            "smoothing": float(spec.smoothing),
-            "LINK": spec.link,
-            "SAME": spec.same,
+            "smoothing": float(spec.label_smoothing),
+            "LINK": spec.epilogue,
+            "SAME": spec.id_rule,
             "IDS": ids,
             "TARGETS": tile.may_hold_targets,
-            "DIAGONAL": tile.diagonal,
-            "SMOOTHING": bool(spec.smoothing),
+            "DIAGONAL": tile.is_diagonal,
+            "SMOOTHING": bool(spec.label_smoothing),
             "STATS": self.stats and fold is not None,
             "GIVEN": given,
             "KEEP": products is not None and not given,
@@ -285,7 +284,7 @@ class Triton(Backend):
             "SUM": sums_it,
             "BOTH": both_push or (fold is not None and fold[1] is not None),
             **{f"{name.upper()}_AT": _position(rows, name) if softmax_push else -1 for name in REMEMBERED},
-            "LIFT": self.lift if slope is not None else 0.0,
+            "LIFT": self.dlogits_scale if slope is not None else 0.0,
             "EVEN_WIDTH": x.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
             "WIDEN": self._widens,
@@ -297,16 +296,16 @@ class Triton(Backend):
             "num_warps": settings.warps,
             "num_stages": settings.stages,
         }
-        plain = not (ids or spec.smoothing or self.stats or x_norm is not None) and self.product != torch.float32
+        plain = not (ids or spec.label_smoothing or self.stats or x_norm is not None) and self.operand_dtype != torch.float32
         self._launch(tile_kernel, down * across, arguments, roomy=not plain)
         if partial_sums is not None and sums:
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.
-            self._sums.add_(partial_sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.diagonal else 1.0)
+            self._sums.add_(partial_sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
 
     def _factors(self, side: str, block: Block) -> tuple[Tensor, Tensor | None]:
         """What is multiplied, and what every row's products are multiplied by then: halves are normalised afterwards,
         in float32."""
-        if block.features.dtype == self.product:
+        if block.features.dtype == self.operand_dtype:
             return block.features, block.inverse_norm
         return self._operand(side, block), None
 
@@ -315,9 +314,9 @@ class Triton(Backend):
 
         names = ("shift", "total", "positive", "count", "everything", "valid", "best", "best_positive")
         at = {name: _position(block, name) for name in names}
-        if block is tile.columns and self.spec.link == "sigmoid":  # they have a best, and nothing else
+        if block is tile.columns and self.spec.epilogue == "sigmoid":  # they have a best, and nothing else
             at |= {"total": -1, "positive": -1, "count": -1}
-        if not (tile.may_hold_targets or (self._has_ids(tile) and self.spec.same == "positive")):
+        if not (tile.may_hold_targets or (self._has_ids(tile) and self.spec.id_rule == "positive")):
             at |= {"positive": -1, "count": -1, "best_positive": -1}
         arguments = {
             "partials": partials,
@@ -325,8 +324,8 @@ class Triton(Backend):
             "length": len(block),
             "num_blocks": num_blocks,
             "state_stride": block.state.table.stride(0),
-            "LINK": self.spec.link,
-            "BEST_SLOT": 4 + 2 * bool(self.spec.smoothing),
+            "LINK": self.spec.epilogue,
+            "BEST_SLOT": 4 + 2 * bool(self.spec.label_smoothing),
             **{f"{name.upper()}_AT": position for name, position in at.items()},
             "BLOCKS": 16,
             "BLOCK": 32,
@@ -371,10 +370,10 @@ class Triton(Backend):
 
         # Nothing is known of the rows yet: numbers that cost the same.
         rows, columns = (
-            replace(side, state=State(side.state.names, ones := torch.ones_like(side.state.table)), pull=ones[0])
+            replace(side, state=State(side.state.names, ones := torch.ones_like(side.state.table)), row_grad=ones[0])
             for side in (tile.rows, tile.columns)
         )
-        pulled = Tile(rows, columns, tile.diagonal)
+        pulled = Tile(rows, columns, tile.is_diagonal)
         slope = self._new_slope(tile)
 
         def fold_and_push() -> None:
@@ -389,19 +388,19 @@ class Triton(Backend):
 
     @property
     def _kind(self) -> str:
-        return self._precision if self.product == torch.float32 else "half"
+        return self._precision if self.operand_dtype == torch.float32 else "half"
 
     def _key(self, tile: Tile) -> str:
         """What kernels differ in: their settings serve no others."""
         spec, width = self.spec, tile.rows.features.shape[1]
         options = {
-            f"ids {spec.same}": self._has_ids(tile),
-            "smoothing": spec.smoothing > 0,
+            f"ids {spec.id_rule}": self._has_ids(tile),
+            "smoothing": spec.label_smoothing > 0,
             "normalize": tile.rows.inverse_norm is not None,
             "stats": self.stats,
         }
         return " ".join(
-            [self._architecture, self._kind, str(width), spec.link, *(n for n, has in options.items() if has)]
+            [self._architecture, self._kind, str(width), spec.epilogue, *(n for n, has in options.items() if has)]
         )
 
 

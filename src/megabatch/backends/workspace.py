@@ -1,31 +1,62 @@
-"""Memory for tiles that outlives a call.
+"""Memory for tiles.
 
-Fresh pages are dear: at small batches they would cost a step more than its arithmetic. On the CPU every thread keeps
-the buffers of its last calls; accelerators have allocators that do the same.
+Fresh pages are expensive: at small batches they would cost a step more than its arithmetic. On the CPU every thread
+keeps the buffers of its last calls until `empty_cache`, each of 16 MiB at most; larger memory is taken in huge pages
+and given back. Accelerators have caching allocators of their own.
 """
 
+import contextlib
+import mmap
 import threading
+import weakref
 
 import torch
 from torch import Tensor
 
-LARGEST_KEPT = 16 * 2**20  # bytes: larger buffers belong to calls that are long enough to pay for them
+LARGEST_CACHED = 16 * 2**20  # bytes
+SMALLEST_HUGE = 8 * 2**20
+
+
+class _Cache:
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
 
 _local = threading.local()
+_caches: weakref.WeakSet[_Cache] = weakref.WeakSet()
 
 
-def borrow(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """At least `size` elements of undefined content, the caller's until this thread borrows the same name again."""
-    shelf: dict[tuple[str, torch.dtype], Tensor] = _local.__dict__.setdefault("shelf", {})
-    buffer = shelf.get((name, dtype)) if device.type == "cpu" else None
-    if buffer is None or buffer.numel() < size:
-        with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
-            buffer = torch.empty(size, dtype=dtype, device=device)
-        if device.type == "cpu" and size * dtype.itemsize <= LARGEST_KEPT:
-            shelf[name, dtype] = buffer
-    return buffer
+def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """At least `size` elements of undefined content, the caller's until this thread asks for the same name again."""
+    if device.type != "cpu" or size * dtype.itemsize > LARGEST_CACHED:
+        return allocate(size, dtype, device)
+    if not hasattr(_local, "cache"):
+        _local.cache = _Cache()
+        _caches.add(_local.cache)
+    buffers: dict[tuple[str, torch.dtype], Tensor] = _local.cache.buffers
+    cached = buffers.get((name, dtype))
+    if cached is None or cached.numel() < size:
+        cached = buffers[name, dtype] = allocate(size, dtype, device)
+    return cached
 
 
-def release() -> None:
-    """Give this thread's buffers back."""
-    _local.__dict__.pop("shelf", None)
+def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of undefined content."""
+    with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
+        if device.type != "cpu" or size * dtype.itemsize < SMALLEST_HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(size, dtype=dtype, device=device)
+        pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype)
+
+
+def empty_cache() -> None:
+    """Release the buffers that the losses keep between calls on the CPU: those of all threads.
+
+    Each thread that has called a loss keeps up to five buffers of at most 16 MiB. A call that is running is not disturbed.
+    """
+    for cache in list(_caches):
+        cache.buffers.clear()

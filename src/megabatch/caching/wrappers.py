@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import Ranks
+from ..distributed.ranks import Ranks
 
 _known_ddps: WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = WeakKeyDictionary()
 _known_groups: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -264,7 +264,7 @@ def agreed_kinds(kinds: list[str], group_names: Sequence[str], error: Exception 
 def _agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merge: Callable[[list[Any]], Any]) -> Any:
     for name in group_names:
         try:
-            fact = merge([rank["fact"] for rank in Ranks("chunked", name).agree({}, {"fact": fact}, error)])
+            fact = merge([rank["fact"] for rank in Ranks("chunked", name).handshake({}, {"fact": fact}, error)])
         except (ValueError, TypeError) as refusal:  # noqa: PERF203
             error = refusal  # and on to the next group, where others wait
     if error is not None:
@@ -277,4 +277,4 @@ def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception |
     norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm) and module.training]
     groups: Any = dict.fromkeys(norm.process_group or dist.group.WORLD for norm in norms)
     for group in (group for group in groups if group is not None and dist.get_world_size(group) > 1):
-        Ranks("chunked", group.group_name).agree({"the number of chunks under SyncBatchNorm": own}, {}, error)
+        Ranks("chunked", group.group_name).handshake({"the number of chunks under SyncBatchNorm": own}, {}, error)

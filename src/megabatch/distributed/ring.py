@@ -1,155 +1,162 @@
-"""The ring: every rank's parcel visits the others, and what they add up for its owner comes home.
+"""The ring: every rank's packed block passes the others, and what they add up for its owner comes home.
 
-Letters: n ranks; t the step, at which the parcel of rank - t is here; reach the last step: n - 1, or n // 2 where two
-ranks need meet on one side only.
+Letters: n ranks; t the step, at which the block of rank - t is here; reach the last step: n - 1, or n // 2 where every
+pair of ranks need meet on one side only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .collectives import Ranks, Transfer
-from .parcel import Parcel
+from .ranks import Ranks, Transfer
 
-PARCELS, SUMS = 1, 2  # tags: one for every kind of message
-
-
-@dataclass
-class Cargo:
-    """What goes round, in bytes.
-
-    Attributes:
-        own: This rank's parcel, at the beginning of memory that holds any rank's.
-        sizes: Of every rank's parcel.
-        sum_sizes: Of what is added up for every rank; 0 where nothing is.
-        merge: (owner, into, other): bring together what two ranks have added up for the owner.
-        take_home: Called with what others have added up for this rank.
-    """
-
-    own: Tensor
-    sizes: list[int]
-    sum_sizes: list[int]
-    merge: Callable[[int, Tensor, Tensor], None]
-    take_home: Callable[[Tensor], None]
+BLOCKS, SUMS = 1, 2  # tags: one for every kind of message
+ALIGNMENT = 64
 
 
-def pack(rank: int, parcels: list[Parcel], tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A rank's tensors as its parcel, in memory that holds any rank's."""
-    memory = torch.empty(max(parcel.nbytes for parcel in parcels), dtype=torch.uint8, device=device)
-    parcels[rank].pack(tensors, memory)
-    return memory
+@dataclass(frozen=True)
+class Packing:
+    """Tensors of known dtypes and shapes in one piece of memory: one message. Both ends derive it from the handshake."""
+
+    contents: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        spans, end = [], 0
+        for dtype, shape in self.contents:
+            size = prod(shape) * dtype.itemsize
+            spans.append((end, end + size))
+            end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
+        return spans
+
+    @property
+    def nbytes(self) -> int:
+        return self._spans[-1][1] if self.contents else 0
+
+    def unpack(self, memory: Tensor) -> list[Tensor]:
+        """The tensors, as views of `memory`."""
+        pieces = (memory[start:end] for start, end in self._spans)
+        return [piece.view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, self.contents, strict=True)]
+
+    def pack(self, tensors: Iterable[Tensor], memory: Tensor) -> None:
+        for inside, tensor in zip(self.unpack(memory), tensors, strict=True):
+            inside.copy_(tensor)
 
 
-def owner_at(step: int, rank: int, size: int) -> int:
-    """Whose parcel is here at a step."""
-    return (rank - step) % size
+class Step(NamedTuple):
+    """What is here at one step: the owner's packed block, and memory for what is added up for it.
 
-
-class Visit(NamedTuple):
-    """What is here at one step: the owner's parcel, and memory for what is added up for it. Neither at home.
-
-    One is at home twice: while the first parcel is on its way here, and `again`, while the last sums are on their way
-    home.
+    Both are None for this rank's own block. It comes twice: while the first block is received, and as `is_last`, while
+    the last sums are.
     """
 
     owner: int
-    parcel: Tensor | None = None
+    block: Tensor | None = None
     sums: Tensor | None = None
-    again: bool = False
+    is_last: bool = False
 
 
 @dataclass
-class Turn:
-    """One turn.
+class RingPass:
+    """One pass of all blocks.
 
     Attributes:
-        reach: How many other ranks come by.
-        overlap: Parcels travel while others are worked on. Otherwise every transfer is waited for.
-        gather: Every parcel comes straight from its owner, all at once, and sums go straight home: all parcels are
-            held, and no rank waits for what its neighbour must do first.
+        reach: How many other ranks' blocks come by.
+        own: This rank's packed block, at the beginning of memory that holds any rank's.
+        sizes: Bytes of every rank's block.
+        sum_sizes: Bytes of what is added up for every rank; 0 where nothing is.
+        merge: (owner, into, other): combine what two ranks have added up for the owner.
+        receive_sums: Called with what others have added up for this rank.
+        overlap: Blocks are sent while others are computed on. Otherwise every transfer is waited for.
+        gather: Every block comes straight from its owner, all at once, and sums go straight home.
     """
 
     ranks: Ranks
     reach: int
+    own: Tensor
+    sizes: list[int]
+    sum_sizes: list[int]
+    merge: Callable[[int, Tensor, Tensor], None]
+    receive_sums: Callable[[Tensor], None]
     overlap: bool = True
     gather: bool = False
 
-    def visits(self, cargo: Cargo) -> Iterator[Visit]:
-        """Every visit, the first and the last at home. What is in `sums` when the next visit is asked for goes home."""
-        self.ranks.begin()
-        return self._straight(cargo) if self.gather else self._round(cargo)
+    def steps(self) -> Iterator[Step]:
+        """Every step, the first and the last with the own block. What is in `sums` when the next is asked for is sent
+        to its owner."""
+        self.ranks.connect()
+        return self._gathered() if self.gather else self._ring()
 
-    def _round(self, cargo: Cargo) -> Iterator[Visit]:
-        """From neighbour to neighbour: two parcels are here at a time, the one worked on and the one that comes."""
-        sizes, sum_sizes = cargo.sizes, cargo.sum_sizes
-        parcels = [cargo.own, torch.empty_like(cargo.own)]
-        sums = [_memory(max(sum_sizes), cargo) for _ in range(min(2, self.reach))]
-        partial = _memory(max(sum_sizes), cargo)
-        coming, carried = Transfer(self.ranks), Transfer(self.ranks)
+    def _ring(self) -> Iterator[Step]:
+        """From neighbour to neighbour: two blocks are here at a time, the one in use and the one being received."""
+        blocks = [self.own, torch.empty_like(self.own)]
+        sums = [self._memory(max(self.sum_sizes)) for _ in range(min(2, self.reach))]
+        partial = self._memory(max(self.sum_sizes))
+        receiving, adding = Transfer(self.ranks), Transfer(self.ranks)
         for step in range(self.reach + 1):
             self._at(step)
-            coming.wait()
-            owner, following = self._owner(step), self._owner(step + 1)
-            here = parcels[step % 2][: sizes[owner]]
+            receiving.wait()
+            owner, following = self.owner_at(step), self.owner_at(step + 1)
+            here = blocks[step % 2][: self.sizes[owner]]
             if step < self.reach:
-                coming = self._begin((1, here), (-1, parcels[(step + 1) % 2][: sizes[following]]), PARCELS)
+                receiving = self._start((1, here), (-1, blocks[(step + 1) % 2][: self.sizes[following]]), BLOCKS)
             if step == 0:
-                yield Visit(owner)
+                yield Step(owner)
                 continue
-            mine = sums[step % len(sums)][: sum_sizes[owner]]
-            yield Visit(owner, here, mine)
-            carried.wait()
+            mine = sums[step % len(sums)][: self.sum_sizes[owner]]
+            yield Step(owner, here, mine)
+            adding.wait()
             if step > 1 and len(mine):
-                cargo.merge(owner, mine, partial[: len(mine)])
+                self.merge(owner, mine, partial[: len(mine)])
             if step < self.reach:
-                carried = self._begin((1, mine), (-1, partial[: sum_sizes[following]]), SUMS)
+                adding = self._start((1, mine), (-1, partial[: self.sum_sizes[following]]), SUMS)
             else:
-                home = partial[: sum_sizes[self.ranks.rank]]
-                carried = self._begin((-step, mine), (step, home), SUMS)
-                yield Visit(self.ranks.rank, again=True)
-                carried.wait()
-                cargo.take_home(home)
+                home = partial[: self.sum_sizes[self.ranks.rank]]
+                adding = self._start((-step, mine), (step, home), SUMS)
+                yield Step(self.ranks.rank, is_last=True)
+                adding.wait()
+                self.receive_sums(home)
 
-    def _straight(self, cargo: Cargo) -> Iterator[Visit]:
+    def _gathered(self) -> Iterator[Step]:
         steps = range(1, self.reach + 1)
         self._at(0)
-        own = cargo.own[: cargo.sizes[self.ranks.rank]]
-        parcels = [_memory(cargo.sizes[self._owner(step)], cargo) for step in steps]
-        coming = [
-            self._begin((step, own), (-step, parcel), PARCELS) for step, parcel in zip(steps, parcels, strict=True)
-        ]
-        yield Visit(self.ranks.rank)
-        homecoming = []
-        for step, parcel in zip(steps, parcels, strict=True):
+        own = self.own[: self.sizes[self.ranks.rank]]
+        blocks = [self._memory(self.sizes[self.owner_at(step)]) for step in steps]
+        receiving = [self._start((step, own), (-step, block), BLOCKS) for step, block in zip(steps, blocks, strict=True)]
+        yield Step(self.ranks.rank)
+        adding = []
+        for step, block in zip(steps, blocks, strict=True):
             self._at(step)
-            coming[step - 1].wait()
-            owner = self._owner(step)
-            mine = _memory(cargo.sum_sizes[owner], cargo)
-            yield Visit(owner, parcel, mine)
-            home = _memory(cargo.sum_sizes[self.ranks.rank], cargo)
-            homecoming.append((self._begin((-step, mine), (step, home), SUMS), home))
-        yield Visit(self.ranks.rank, again=True)
-        for transfer, home in homecoming:
+            receiving[step - 1].wait()
+            owner = self.owner_at(step)
+            mine = self._memory(self.sum_sizes[owner])
+            yield Step(owner, block, mine)
+            home = self._memory(self.sum_sizes[self.ranks.rank])
+            adding.append((self._start((-step, mine), (step, home), SUMS), home))
+        yield Step(self.ranks.rank, is_last=True)
+        for transfer, home in adding:
             transfer.wait()
-            cargo.take_home(home)
+            self.receive_sums(home)
 
-    def _begin(self, send: tuple[int, Tensor], receive: tuple[int, Tensor], tag: int) -> Transfer:
-        """Begin to send to, and to receive from, the ranks that many places further."""
+    def owner_at(self, step: int) -> int:
+        """Whose block is here at a step."""
+        return (self.ranks.rank - step) % self.ranks.size
+
+    def _start(self, send: tuple[int, Tensor], receive: tuple[int, Tensor], tag: int) -> Transfer:
+        """Send to, and receive from, the ranks that many places further on."""
         (to, sent), (source, received) = send, receive
-        transfer = self.ranks.transfer(self._owner(-to), sent, self._owner(-source), received, tag)
+        transfer = self.ranks.transfer(self.owner_at(-to), sent, self.owner_at(-source), received, tag)
         if not self.overlap:
             transfer.wait()
         return transfer
 
-    def _owner(self, step: int) -> int:
-        return owner_at(step, self.ranks.rank, self.ranks.size)
-
     def _at(self, step: int) -> None:
-        self.ranks.place = f"step {step} of {self.reach} of the {self.ranks.turn} turn"
+        self.ranks.where = f"step {step} of {self.reach} of the {self.ranks.phase} pass"
 
-
-def _memory(size: int, cargo: Cargo) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=cargo.own.device)
+    def _memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.own.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import megabatch as mb
 
-from ..distributed.collectives import Ranks
+from ..distributed.ranks import Ranks
 from .common import all_ranks, as_tensor, check_options, not_importable, scale_of
 from .same_texts import NOWHERE_ELSE, hash_tokens, ids_of_rows
 
@@ -181,7 +181,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         }
         own = {"hard negatives": len(embeddings) > 2}
         ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
-        if any(rank["hard negatives"] for rank in ranks.agree(settings, own, error)) and len(embeddings) == 2:
+        if any(rank["hard negatives"] for rank in ranks.handshake(settings, own, error)) and len(embeddings) == 2:
             return [*embeddings, embeddings[0][:0]]
         return embeddings
 

@@ -1,5 +1,6 @@
-"""Block and Tile: rows of one side of the plane with all that belongs to them, and where two blocks cross."""
+"""Block and Tile: rows of one side of the logits with all that belongs to them, and where two blocks cross."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -9,104 +10,183 @@ from torch import Tensor
 from .spec import Spec
 from .state import State
 
-_NOTHING = torch.empty(0)
+_EMPTY = torch.empty(0)
+_EMPTY_STATE = State((), torch.empty(0, 0))
 
 
 @dataclass
 class Block:
-    """Rows of one side. Every tensor has one entry per row; `pull` and `grad` come with the gradients.
+    """Rows of one side. Every tensor has one entry per row; `row_grad` and `grad` come with the gradients.
 
     Attributes:
         features: `[n, D]`, as the caller gave them.
-        start: Index of the first row among all rows of its side.
-        ids: Equal ids mean the same thing. Integers.
-        target: Index, on the other side, of each row's positive.
-        targets_within: Bounds of `target` known without looking: (lowest, highest + 1).
-        inverse_norm: What every row is multiplied by, in the features' own width: 1 / its length.
-        state: What the rows have met so far.
-        pull: d loss / d (loss of this row), up to a factor common to all rows.
-        grad: `[n, D]` float32: d loss / d (scale * features), up to that factor, summed so far.
+        offset: Index of the first row among all rows of its side, on all ranks.
+        ids: Integers; rows of equal ids are the same thing.
+        target_offset: Index, on the other side, of the first row's positive; those of the next rows follow it.
+        targets: Index of every row's positive where they do not follow each other.
+        inverse_norm: 1 / length of every row, where rows are normalised.
+        max_norm: No row, as multiplied, is longer. inf where the host does not know.
+        state: Statistics of the logits so far.
+        row_grad: d loss / d (loss of this row), up to a factor common to all rows.
+        grad: `[n, D]`: d loss / d (scale * features), up to that factor, summed so far.
     """
 
     features: Tensor
-    start: int
+    offset: int
     ids: Tensor | None = None
-    target: Tensor | None = None
-    targets_within: tuple[int, int] | None = None
+    target_offset: int | None = None
+    targets: Tensor | None = None
     inverse_norm: Tensor | None = None
-    state: State = field(default_factory=State.of_nothing)
-    pull: Tensor = _NOTHING
+    max_norm: float = math.inf
+    state: State = _EMPTY_STATE
+    row_grad: Tensor = _EMPTY
     grad: Tensor | None = None
+    _factor: tuple[float, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
         return self.features.shape[0]
 
-    def cut(self, start: int, stop: int) -> "Block":
+    def slice(self, start: int, stop: int) -> "Block":
         """Rows start to stop, as views."""
-        within = self.targets_within
-        if within is not None and within[1] - within[0] == len(self):  # consecutive targets stay so when cut
-            within = (within[0] + start, within[0] + stop)
+        if (start, stop) == (0, len(self)):
+            return self
+        target = None if self.target_offset is None else self.target_offset + start
         values = ((member.name, getattr(self, member.name)) for member in fields(self))
         views = {name: value[start:stop] for name, value in values if isinstance(value, Tensor)}
-        state = self.state.cut(start, stop)
-        return replace(self, start=self.start + start, targets_within=within, state=state, **views)
+        state = self.state.slice(start, stop)
+        return replace(self, offset=self.offset + start, target_offset=target, state=state, **views)
 
     def strips(self, height: int) -> list["Block"]:
-        if height >= len(self):
-            return [self]
-        return [self.cut(start, min(start + height, len(self))) for start in range(0, len(self), height)]
+        return [self.slice(start, min(start + height, len(self))) for start in range(0, len(self), height)]
 
-    def of(self, values: Tensor) -> Tensor:
-        """These rows' part of something that covers the whole side."""
-        return values[self.start : self.start + len(self)]
+    def probability_factor(self, shift: float, dtype: torch.dtype) -> Tensor:
+        """row_grad / sum(exp(logits - shift)): turns exp(logit - shift) into row_grad * probability.
+
+        Kept for the last shift, which most tiles share.
+        """
+        if self._factor is None or self._factor[0] != shift:
+            state = self.state
+            factor = self.row_grad * (shift - state["max"]).exp_().div_(state["sum_exp"])
+            self._factor = shift, factor.to(dtype)
+        return self._factor[1]
 
     @cached_property
     def log_sum_exp_range(self) -> tuple[float, float]:
-        """Smallest and largest, looked up once per strip: it decides which form of the slope is safe."""
-        low, high = (self.state["shift"] + self.state["total"].log()).aminmax()
+        """Smallest and largest: decides whether one shift serves all rows."""
+        low, high = (self.state["max"] + self.state["sum_exp"].log()).aminmax()
         return low.item(), high.item()
+
+    @cached_property
+    def id_range(self) -> tuple[int, int]:
+        assert self.ids is not None
+        low, high = self.ids.aminmax()
+        return int(low), int(high)
+
+
+class ConsecutiveTargets:
+    """Positives of consecutive rows in consecutive columns of a tile: a piece of a diagonal."""
+
+    def __init__(self, rows: slice, columns: slice) -> None:
+        self._spans = {"rows": rows, "columns": columns}
+
+    def of(self, values: Tensor) -> Tensor:
+        """The values at the positives."""
+        return values[self._spans["rows"], self._spans["columns"]].diagonal()
+
+    def of_side(self, side: str, vector: Tensor) -> Tensor:
+        """For every positive, the entry of its row, or of its column."""
+        return vector[self._spans[side]]
+
+    def add_to_side(self, side: str, vector: Tensor, amount: Tensor | float) -> None:
+        vector[self._spans[side]].add_(amount)
+
+    def add(self, values: Tensor, amount: Tensor) -> None:
+        self.of(values).add_(amount)
+
+    def negate(self, values: Tensor) -> None:
+        self.of(values).neg_()
+
+    def copy(self, source: Tensor, values: Tensor) -> None:
+        self.of(values).copy_(self.of(source))
+
+
+class IndexedTargets:
+    """Positives anywhere: for every row a column, and whether it lies in this tile. The host reads nothing."""
+
+    def __init__(self, column: Tensor, num_columns: int) -> None:
+        self.here = (column >= 0) & (column < num_columns)
+        self.column = column.clamp(0, num_columns - 1)[:, None]
+
+    def of(self, values: Tensor) -> Tensor:
+        return values.gather(1, self.column)[:, 0]
+
+    def of_side(self, side: str, vector: Tensor) -> Tensor:
+        return vector if side == "rows" else vector[self.column[:, 0]]
+
+    def add_to_side(self, side: str, vector: Tensor, amount: Tensor | float) -> None:
+        amount = torch.where(self.here, amount, 0.0).to(vector.dtype)
+        vector.add_(amount) if side == "rows" else vector.index_add_(0, self.column[:, 0], amount)
+
+    def add(self, values: Tensor, amount: Tensor) -> None:
+        values.scatter_add_(1, self.column, torch.where(self.here, amount, 0.0)[:, None])
+
+    def negate(self, values: Tensor) -> None:
+        found = self.of(values)
+        values.scatter_(1, self.column, torch.where(self.here, -found, found)[:, None])
+
+    def copy(self, source: Tensor, values: Tensor) -> None:
+        found = torch.where(self.here, self.of(source), self.of(values))
+        values.scatter_(1, self.column, found[:, None])
 
 
 @dataclass
 class Tile:
-    """Where a strip of rows crosses a strip of columns. `diagonal`: both are the same rows of a symmetric plane."""
+    """Where a strip of rows crosses a strip of columns. `is_diagonal`: both are the same rows of a symmetric loss."""
 
     rows: Block
     columns: Block
-    diagonal: bool = False
+    is_diagonal: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
-    def folds_columns(self, spec: Spec) -> bool:
-        """Whether this tile is added to the statistics of its columns, of a loss over distributions."""
-        return spec.columns or (spec.symmetric and not self.diagonal)
-
-    @property
-    def may_hold_targets(self) -> bool:
-        """False where surely no row's target is in this tile."""
-        within, start, stop = self.rows.targets_within, self.columns.start, self.columns.start + len(self.columns)
-        return self.rows.target is not None and not (within is not None and (within[1] <= start or stop <= within[0]))
+    def has_column_statistics(self, spec: Spec) -> bool:
+        """Whether this tile adds to the softmax statistics of its columns."""
+        return spec.column_loss or (spec.symmetric and not self.is_diagonal)
 
     @cached_property
-    def targets(self) -> tuple[Tensor, Tensor] | None:
-        """For every row, (column of its target within this tile, whether it is here); None where surely none is."""
-        if self.rows.target is None or not self.may_hold_targets:
+    def targets(self) -> ConsecutiveTargets | IndexedTargets | None:
+        """The positives of its rows that lie in this tile; None where there are none."""
+        if self.rows.targets is not None:
+            return IndexedTargets(self.rows.targets - self.columns.offset, len(self.columns))
+        if self.rows.target_offset is None:
             return None
-        column = self.rows.target - self.columns.start
-        here = (column >= 0) & (column < len(self.columns))
-        return column.clamp_(0, len(self.columns) - 1), here
+        first = self.rows.target_offset - self.columns.offset
+        start, stop = max(0, -first), min(len(self.rows), len(self.columns) - first)
+        if start >= stop:
+            return None
+        return ConsecutiveTargets(slice(start, stop), slice(start + first, stop + first))
 
-    def same(self) -> Tensor | None:
-        """Mask of the pairs whose ids are equal, without the targets; None where there are none."""
+    def id_mask(self) -> Tensor | None:
+        """The pairs whose ids are equal, apart from targets and self; None where there are none."""
         row_ids, column_ids = self.rows.ids, self.columns.ids
-        if row_ids is None or column_ids is None or not torch.isin(row_ids, column_ids).any():
+        if row_ids is None or column_ids is None or not self._ids_meet():
             return None
         mask = row_ids[:, None] == column_ids[None, :]
-        if self.targets is not None:
-            column, here = self.targets
-            mask.scatter_(1, column[:, None], (mask.gather(1, column[:, None]) & ~here[:, None]))
-        if self.diagonal:
+        if isinstance(self.targets, ConsecutiveTargets):
+            self.targets.of(mask).fill_(False)
+        elif self.targets is not None:
+            column, here = self.targets.column, self.targets.here[:, None]
+            mask.scatter_(1, column, mask.gather(1, column) & ~here)
+        if self.is_diagonal:
             mask.fill_diagonal_(False)
         return mask if bool(mask.any()) else None
+
+    def _ids_meet(self) -> bool:
+        (low, high), (other_low, other_high) = self.rows.id_range, self.columns.id_range
+        if high < other_low or other_high < low:
+            return False
+        assert self.rows.ids is not None
+        assert self.columns.ids is not None
+        return bool(torch.isin(self.rows.ids, self.columns.ids).any())

@@ -1,6 +1,6 @@
 """Spec: the few facts in which the contrastive losses differ.
 
-One engine computes all of them; a loss is five constructor lines here, and its fields are what a kernel branches on.
+One engine computes all of them. A loss is one constructor here, and its fields are what a kernel branches on.
 """
 
 from dataclasses import dataclass
@@ -11,46 +11,47 @@ class Spec:
     """What the engine must know of a loss.
 
     Attributes:
-        link: "softmax": every row is a distribution over its columns. "sigmoid": every pair is a coin of its own.
-        columns: The columns have a loss too, over their rows.
-        same: What pairs of equal ids are, beside the target: "ignore" (negatives), "mask" or "positive".
-        symmetric: Both sides of the plane are the same rows, so its upper triangle is enough, and no row meets itself.
-        smoothing: Label smoothing.
-        targets: Every row has a positive of its own, whatever its id.
+        epilogue: "softmax": cross-entropy of every row over its columns. "sigmoid": binary cross-entropy of every pair.
+        column_loss: The columns have a loss too, over their rows.
+        id_rule: What pairs of equal ids are, apart from a row and its target: "ignore" (negatives like any other),
+            "mask" (left out) or "positive".
+        symmetric: Rows and columns are the same features. The upper triangle is enough, and no row meets itself.
+        label_smoothing: As in cross-entropy.
+        has_targets: Every row has a positive of its own, whatever its id.
     """
 
-    link: str
-    columns: bool = False
-    same: str = "ignore"
+    epilogue: str
+    column_loss: bool = False
+    id_rule: str = "ignore"
     symmetric: bool = False
-    smoothing: float = 0.0
-    targets: bool = True
+    label_smoothing: float = 0.0
+    has_targets: bool = True
 
     @property
     def two_sided(self) -> bool:
-        """Every tile is about its columns as much as about its rows."""
-        return self.columns or self.symmetric
+        """Columns need the statistics of a softmax as much as rows do."""
+        return self.column_loss or self.symmetric
 
     @property
     def directions(self) -> int:
-        return 2 if self.columns else 1
+        return 2 if self.column_loss else 1
 
 
-def clip(same: str, smoothing: float) -> Spec:
-    return Spec("softmax", columns=True, same=same, smoothing=smoothing)
+def clip(id_rule: str, label_smoothing: float) -> Spec:
+    return Spec("softmax", column_loss=True, id_rule=id_rule, label_smoothing=label_smoothing)
 
 
-def info_nce(same: str, smoothing: float) -> Spec:
-    return Spec("softmax", same=same, smoothing=smoothing)
+def info_nce(id_rule: str, label_smoothing: float) -> Spec:
+    return Spec("softmax", id_rule=id_rule, label_smoothing=label_smoothing)
 
 
-def siglip(same: str) -> Spec:
-    return Spec("sigmoid", same=same)
+def siglip(id_rule: str) -> Spec:
+    return Spec("sigmoid", id_rule=id_rule)
 
 
-def nt_xent(same: str, smoothing: float) -> Spec:
-    return Spec("softmax", same=same, symmetric=True, smoothing=smoothing)
+def nt_xent(id_rule: str, label_smoothing: float) -> Spec:
+    return Spec("softmax", id_rule=id_rule, symmetric=True, label_smoothing=label_smoothing)
 
 
-def supcon(smoothing: float) -> Spec:
-    return Spec("softmax", same="positive", symmetric=True, smoothing=smoothing, targets=False)
+def supcon(label_smoothing: float) -> Spec:
+    return Spec("softmax", id_rule="positive", symmetric=True, label_smoothing=label_smoothing, has_targets=False)

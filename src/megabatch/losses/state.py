@@ -1,125 +1,140 @@
-"""State: what one row keeps of the logits it has met, and how two such pieces become one.
+"""State: the statistics that a row keeps of its logits, and how two partial statistics become one.
 
-Every field is a float64 vector with one entry per row; there are O(N) of them, so their precision costs nothing, and
-a loss of 1e-5 at logits of 100 needs it. Fields, present where the loss or its statistics need them:
+Every field is a float64 vector with one entry per row: O(N) numbers cost nothing, and a loss of 1e-5 at logits of 100
+needs the digits. A field is present where the loss or its statistics need it:
 
-    shift, total      softmax: the logits' sum of exponentials is total * exp(shift). Neutral: (-inf, 0)
-                      sigmoid: total alone, the sum of softplus
-    positive, count   sum and number of the logits of the row's positives
-    everything, valid sum and number of the logits of the columns that are neither masked nor the row itself
-    best, best_positive   largest logit of the valid columns, and of the positives
+    max, sum_exp                softmax: sum(exp(logits)) = sum_exp * exp(max). `max` is at or near the largest logit
+    softplus_sum                sigmoid: the sum of softplus(-sign * logit)
+    positive_sum, positive_count    sum and number of the logits of the row's positives; without a count it is 1
+    logit_sum, logit_count      sum and number of the logits that are neither masked nor the row itself (smoothing)
+    top, top_positive           largest logit of all columns, and of the positives (accuracy)
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from .spec import Spec
 
-NEUTRAL_IS_LOWEST = {"shift", "best", "best_positive"}
+_NEUTRAL_IS_LOWEST = ("max", "top", "top_positive")
 
 
-def fields(spec: Spec, stats: bool) -> tuple[str, ...]:
-    """The fields a row of this loss has."""
-    names = ["total"]
-    if spec.link == "softmax":
-        names += ["shift", "positive", "count"]
-    if spec.smoothing:
-        names += ["everything", "valid"]
-    if stats:
-        names += ["best", "best_positive"]
-        if spec.link == "sigmoid":
-            names += ["positive", "count"]
-    return tuple(names)
+def state_fields(spec: Spec, stats: bool) -> tuple[str, ...]:
+    """The fields that a row of this loss has."""
+    if spec.epilogue == "sigmoid":
+        return ("softplus_sum", *(("positive_sum", "positive_count", "top", "top_positive") if stats else ()))
+    names = ["max", "sum_exp", "positive_sum"]
+    if spec.id_rule == "positive":
+        names.append("positive_count")
+    if spec.label_smoothing:
+        names += ["logit_sum", "logit_count"]
+    return (*names, *(("top", "top_positive") if stats else ()))
 
 
-def remembered(spec: Spec) -> tuple[str, ...]:
-    """Those that a backward walk must know."""
-    if spec.link == "sigmoid":
+def saved_fields(spec: Spec) -> tuple[str, ...]:
+    """Those that dlogits depend on: saved for the backward."""
+    if spec.epilogue == "sigmoid":
         return ()
-    return ("shift", "total", "count", "valid") if spec.smoothing else ("shift", "total", "count")
+    names = state_fields(spec, stats=False)
+    return tuple(name for name in names if name in ("max", "sum_exp", "positive_count", "logit_count"))
 
 
 class State:
-    """A table of fields by rows; `state["total"]` is a view of one field, `cut` a view of some rows."""
+    """A table of fields by rows. `state["sum_exp"]` is a view of one field, `slice` a view of some rows.
 
-    def __init__(self, names: tuple[str, ...], table: Tensor) -> None:
+    Attributes:
+        shared_max: The `max` of all rows where it is one number that the host knows, else None. -inf: no logit yet.
+    """
+
+    def __init__(self, names: tuple[str, ...], table: Tensor, shared_max: float | None = None) -> None:
         self.names = names
         self.table = table
+        self.shared_max = shared_max
         self._fields = dict(zip(names, table.unbind(), strict=True))
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
-        return cls(names, torch.empty(len(names), num_rows, dtype=torch.float64, device=device)).clear()
+        return cls(names, torch.empty(len(names), num_rows, dtype=torch.float64, device=device)).reset()
 
-    @classmethod
-    def of_nothing(cls) -> "State":
-        return cls((), torch.empty(0, 0))
-
-    def clear(self) -> "State":
-        """Forget what the rows have met."""
+    def reset(self) -> "State":
+        """Back to the neutral element of `merge`."""
         self.table.zero_()
-        for name in NEUTRAL_IS_LOWEST.intersection(self.names):
-            self[name].fill_(-math.inf)
+        for name in _NEUTRAL_IS_LOWEST:
+            if name in self._fields:
+                self[name].fill_(-math.inf)
+        self.shared_max = -math.inf
         return self
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
 
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]
 
-    def cut(self, start: int, stop: int) -> "State":
-        return State(self.names, self.table[:, start:stop])
+    def slice(self, start: int, stop: int) -> "State":
+        return State(self.names, self.table[:, start:stop], self.shared_max)
 
-    def merge(self, piece: dict[str, Tensor]) -> None:
-        """Take in what one tile knows of these rows: sums add up, maxima compete, sums of exponentials meet as
+    def merge(self, piece: Mapping[str, Tensor | float]) -> None:
+        """Add the statistics of more columns: of a tile, a block or another rank. `max` may be one number for all rows.
 
-        t e^m + t' e^m' = (t e^(m-M) + t' e^(m'-M)) e^M,  M = max(m, m').
+        Sums add up, maxima compete, and sums of exponentials combine as
+
+            s e^m + s' e^m' = (s e^(m-M) + s' e^(m'-M)) e^M,  M = max(m, m').
         """
-        softmax = "shift" in piece
         for name, value in piece.items():
-            if name in ("best", "best_positive"):
+            if name in ("top", "top_positive"):
+                assert isinstance(value, Tensor)
                 torch.maximum(self[name], value.double(), out=self[name])
-            elif not (softmax and name in ("shift", "total")):
+            elif name not in ("max", "sum_exp"):
                 self[name].add_(value)
-        if not softmax:
+        if "max" in piece:
+            self._merge_exponentials(piece["max"], piece["sum_exp"])
+
+    def _merge_exponentials(self, new_max: Tensor | float, new_sum: Tensor | float) -> None:
+        max_, sum_exp = self["max"], self["sum_exp"]
+        if isinstance(new_max, float) and self.shared_max is not None:
+            higher = max(self.shared_max, new_max)
+            if higher != self.shared_max:
+                sum_exp.mul_(math.exp(self.shared_max - higher))
+                max_.fill_(higher)
+                self.shared_max = higher
+            sum_exp.add_(new_sum, alpha=math.exp(new_max - higher))
             return
-        shift, total = self["shift"], self["total"]
-        peak = torch.maximum(shift, piece["shift"].double())
-        # Where both are neutral, the anchor is finite: exp(-inf + huge) is 0, not NaN.
-        anchor = peak.clamp_min(torch.finfo(torch.float64).min)
-        total.mul_((shift - anchor).exp_()).add_(piece["total"] * (piece["shift"] - anchor).exp_())
-        shift.copy_(peak)
+        self.shared_max = None
+        new_max = torch.full_like(max_, new_max) if isinstance(new_max, float) else new_max.double()
+        higher = torch.maximum(max_, new_max)
+        # Where both are neutral: exp(-inf - lowest) is 0, where exp(-inf + inf) would be NaN.
+        finite = higher.clamp_min(torch.finfo(torch.float64).min)
+        sum_exp.mul_((max_ - finite).exp_()).add_(new_sum * (new_max - finite).exp_())
+        max_.copy_(higher)
 
-    def settle(self, spec: Spec) -> None:
-        """Give rows that have met nothing a sum of exponentials that can be divided by."""
-        if not spec.targets:
-            lonely = self["total"] == 0
-            self["shift"].masked_fill_(lonely, 0.0)
-            self["total"].masked_fill_(lonely, 1.0)
-
-    def exponential(self, shift: Tensor | float) -> Tensor:
-        """What turns exp(logit - shift) into a probability, in every row."""
-        return (shift - self["shift"]).exp_() / self["total"]
+    def fill_empty_rows(self, spec: Spec) -> None:
+        """Give rows that met no column a sum of exponentials that can be divided by."""
+        if not spec.has_targets:
+            empty = self["sum_exp"] == 0
+            self["max"].masked_fill_(empty, 0.0)
+            self["sum_exp"].masked_fill_(empty, 1.0)
 
     def losses(self, spec: Spec) -> Tensor:
-        """The loss of every row, unweighted; 0 for a row that has no positive."""
-        if spec.link == "sigmoid":
-            return self["total"]
-        count = self["count"]
-        positive = self["positive"] / count
-        aim = positive
-        if spec.smoothing:
-            aim = (1 - spec.smoothing) * positive + spec.smoothing * self["everything"] / self["valid"]
-        # shift and positive come from one tile and are close: their difference first, so that nothing cancels late.
-        return self._unless_lonely(spec, (self["shift"] - aim) + self["total"].log())
+        """The loss of every row, unweighted; 0 for a row without positives."""
+        if spec.epilogue == "sigmoid":
+            return self["softplus_sum"]
+        aim = self._mean_positive()
+        if spec.label_smoothing:
+            uniform = self["logit_sum"] / self["logit_count"]
+            aim = (1 - spec.label_smoothing) * aim + spec.label_smoothing * uniform
+        # max and positive_sum come from one tile and are close: their difference first, so that nothing cancels late.
+        return self.where_positives(spec, (self["max"] - aim) + self["sum_exp"].log())
 
-    def mean_positive(self, spec: Spec) -> Tensor:
-        """Logit of every row's positives; 0 for a row that has none."""
-        return self._unless_lonely(spec, self["positive"] / self["count"])
+    def positive_logits(self, spec: Spec) -> Tensor:
+        """Mean logit of every row's positives; 0 for a row without positives."""
+        return self.where_positives(spec, self._mean_positive())
 
-    def weights(self, spec: Spec, weight: Tensor) -> Tensor:
-        """`weight`, but 0 for a row that has no positive and so no loss."""
-        return self._unless_lonely(spec, weight)
+    def where_positives(self, spec: Spec, values: Tensor) -> Tensor:
+        """`values`, but 0 for a row without positives, which has no loss."""
+        return values if spec.has_targets else torch.where(self["positive_count"] == 0, 0.0, values)
 
-    def _unless_lonely(self, spec: Spec, values: Tensor) -> Tensor:
-        return values if spec.targets else torch.where(self["count"] == 0, 0.0, values)
+    def _mean_positive(self) -> Tensor:
+        return self["positive_sum"] / self["positive_count"] if "positive_count" in self else self["positive_sum"]

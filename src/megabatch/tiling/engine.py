@@ -1,202 +1,301 @@
-"""The forward and the backward of a call on plain tensors: below the operators, above the tiles.
+"""The forward and the backward of a call on plain tensors: below autograd, above the tiles.
 
-Letters: x a row's features as the products take them; A the sum over its columns of slope * column, so that
+Letters: x the features of a row as products multiply them; A the sum over its columns of dlogits * column, so that
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends import workspace
+from ..backends.backend import Backend, Kept, float32_precision
 from ..losses.block import Block, Tile
-from ..losses.state import State, fields, remembered
-from .call import Call, Inputs
-from .job import Job, attach
-from .plan import Plan
-from .values import LONGEST_INVERSE, strip_height, warn_of_lengths
-from .walk import strips_of
-
-
-class Outputs(NamedTuple):
-    """What the forward leaves; all but `value` and `stats` is for the backward.
-
-    Attributes:
-        value: The loss: 0-d, or one per row.
-        stats: loss, accuracy, mean positive logit, then loss and accuracy of the rows and of the columns.
-        rows, columns: What a backward walk must know of every row and column: `remembered`.
-        scalars: Gradients of scale and bias, where the forward walk computed them, then `Remembered`.
-        kept: The features' gradients, or the logits that the plan keeps for a backward walk.
-    """
-
-    value: Tensor
-    stats: Tensor
-    rows: Tensor
-    columns: Tensor
-    scalars: Tensor
-    kept: Tensor
-
-    def as_tuple(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """A plain one, as operators return it."""
-        return self.value, self.stats, self.rows, self.columns, self.scalars, self.kept
+from ..losses.state import State, saved_fields, state_fields
+from .guards import LARGEST_INVERSE_NORM, Norms, feature_strips, measure_norms
+from .handshake import Handshake
+from .layout import Layout
+from .options import LossInputs, LossOptions
+from .plan import Plan, Sizes, make_plan
 
 
 class Gradients(NamedTuple):
     """One for every differentiable input; None where none is needed."""
 
-    first: Tensor | None
-    second: Tensor | None
-    extra: Tensor | None
+    rows: Tensor | None
+    columns: Tensor | None
+    negatives: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
 
-    def as_tuple(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Without None, which operators cannot return: empty tensors in its place."""
-        first, second, extra, scale, bias = (like.new_empty(0) if value is None else value for value in self)
-        return first, second, extra, scale, bias
 
-
-class Remembered(NamedTuple):
-    """Numbers that a backward must know of its forward.
+class SavedTensors(NamedTuple):
+    """What the forward leaves on the device for the backward.
 
     Attributes:
-        denominator: What the mean divides by.
-        wanted: Whether any rank needs a gradient.
-        forward: The forward's number among the handshakes of its group.
+        row_state, column_state: What dlogits depend on: `saved_fields`.
+        kept: The logits that the plan keeps or, after one pass, the gradients of the features.
+        scalars: Gradients of scale and bias after one pass, and what the mean divides by.
     """
 
-    denominator: float
-    wanted: bool
-    forward: int
+    row_state: Tensor
+    column_state: Tensor
+    kept: Tensor
+    scalars: Tensor
+
+
+@dataclass
+class SavedNumbers:
+    """What the forward leaves on the host for the backward.
+
+    Attributes:
+        forward_number: Of the forward among the handshakes of its group.
+        joins_backward: Some rank needs a gradient.
+        max_norms: Bounds of the lengths of rows.
+        marks: Of the tiles that are kept.
+    """
+
     plan: Plan
-
-    def after(self, gradients: Tensor) -> Tensor:
-        """As `Outputs.scalars`."""
-        numbers = [self.denominator, self.wanted, self.forward, *self.plan.as_numbers()]
-        return torch.cat([gradients, gradients.new_tensor(numbers)])
-
-    @classmethod
-    def of(cls, scalars: Tensor) -> "Remembered":
-        denominator, wanted, forward, *plan = scalars[2:].tolist()
-        return cls(denominator, bool(wanted), int(forward), Plan.from_numbers(plan))
+    forward_number: int
+    joins_backward: bool
+    max_norms: tuple[float, ...]
+    marks: list[float]
 
 
-NUM_STATS, NUM_SUMS, NUM_SCALARS = 7, 5, 9
+NUM_STATS, NUM_SUMS = 7, 5
 
 
-def forward(inputs: Inputs, call: Call) -> Outputs:
-    """The loss and, where the plan says so, the gradients with it."""
-    job = Job(inputs, call)
-    names = fields(job.spec, call.stats)
-    rows = State.neutral(names, job.num_rows, job.device)
-    columns = rows if job.spec.symmetric else State.neutral(names, job.num_columns, job.device)
-    attach(job.rows, "state", rows)
-    attach(job.columns, "state", columns)
-    if job.plan.passes == 1:
-        kept, gradients = _fold_and_push(job, rows)
+class Engine:
+    """One forward or backward: where its rows are, the plan for its tiles, and the backend that computes them."""
+
+    def __init__(
+        self,
+        inputs: LossInputs,
+        options: LossOptions,
+        norms: Norms,
+        handshake: Handshake,
+        plan: Plan | None = None,
+    ) -> None:
+        """A backward comes with the plan of its forward: made anew it might differ, if the number of threads has."""
+        self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
+        self.ranks, self.scale = handshake.ranks, handshake.scale
+        self.layout = Layout(inputs, self.spec, norms, self.ranks, handshake.infos, overlap=options.overlap)
+        self.layout.gathers = self._gathers()
+        operand_dtype = self._operand_dtype()
+        self.sum_for_scale = self._sum_for_scale(operand_dtype)
+        self.plan = plan or self._make_plan(operand_dtype)
+        self.backend: Backend = handshake.backend(
+            self.spec,
+            self.scale,
+            handshake.bias,
+            self.layout.dtype,
+            self.layout.device,
+            operand_dtype=operand_dtype,
+            stats=options.return_stats,
+            sum_for_scale=self.sum_for_scale,
+            sum_for_bias=handshake.needs.bias,
+        )
+
+    # ---- decisions
+
+    def _operand_dtype(self) -> torch.dtype | None:
+        """What products multiply, where that is not what they are summed in: bf16 or fp16."""
+        half = self.handshake.backend.multiplies_half(self.layout.device, bool(self.options.normalize))
+        if not half or self.layout.dtype == torch.float64:
+            return None
+        if self.options.autocast_dtype:
+            dtype: torch.dtype = getattr(torch, self.options.autocast_dtype)
+            return dtype
+        return None if self.inputs.rows.dtype == torch.float32 else self.inputs.rows.dtype
+
+    def _sum_for_scale(self, operand_dtype: torch.dtype | None) -> bool:
+        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
+        layout = self.layout
+        whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
+        exact = operand_dtype is None and float32_precision(layout.device) == "ieee"
+        return self.handshake.needs.scale and not (exact and whole)
+
+    def _gathers(self) -> bool:
+        """Whether columns are exchanged all at once."""
+        if self.options.exchange != "auto" or self.ranks.size == 1:
+            return self.options.exchange == "gather"
+        infos = self.handshake.infos
+        features: int = max(getattr(torch, name).itemsize for info in infos for name in info.dtypes if name)
+        gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
+        budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
+        return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
+
+    def _make_plan(self, operand_dtype: torch.dtype | None) -> Plan:
+        """Or the same error on all ranks."""
+        layout, error = self.layout, None
+        operand = operand_dtype or layout.dtype
+        sizes = Sizes(
+            rows=tuple(map(len, layout.rows)),
+            columns=tuple(map(len, layout.columns)),
+            remote=tuple(layout.remote_lengths()),
+            width=layout.width,
+            element=layout.dtype.itemsize,
+            operand=operand.itemsize,
+            copied=layout.normalized or any(block.features.dtype != operand for block in layout.feature_blocks()),
+            sum_for_scale=self.sum_for_scale,
+            backend=self.handshake.backend,
+            threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
+        )
+        one_pass = any(self.options.needs) and self.options.reduction != "none" and self.ranks.size == 1
+        try:
+            plan = make_plan(self.options, sizes, one_pass)
+        except ValueError as refused:
+            error = refused
+        self.handshake.agree_on_plan(error)
+        return plan
+
+    # ---- tiles
+
+    def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
+        return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
+
+    def slots(self, memory: Tensor, marks: Iterable[float]) -> list[Kept]:
+        """The memory of the tiles that the plan keeps, by tile."""
+        tiles = memory[: self.plan.kept * self.plan.slot_size].view(self.plan.kept, self.plan.slot_size)
+        return [Kept(buffer, mark) for buffer, mark in zip(tiles.unbind(), marks, strict=True)]
+
+    # ---- blocks
+
+    @cached_property
+    def row_weight(self) -> Tensor:
+        """The weight of every row of one input."""
+        weight, rows = self.inputs.weight, self.inputs.rows
+        return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
+
+    def weights(self, side: list[Block]) -> Tensor:
+        """The weight of every row of a side that has losses."""
+        return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
+
+    @property
+    def needing(self) -> list[Block]:
+        """The blocks whose features need a gradient."""
+        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
+
+
+def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor, SavedTensors, SavedNumbers]:
+    """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
+    norms, error = Norms((None,) * 3, (0.0,) * 3), None
+    try:
+        norms = measure_norms(inputs, options)
+    except Warning as raised:  # which the user turned into an error: on all ranks, then
+        error = raised
+    engine = Engine(inputs, options, norms, Handshake(inputs, options, norms, error))
+    layout, spec, plan = engine.layout, engine.spec, engine.plan
+    names = state_fields(spec, options.return_stats)
+    rows = State.neutral(names, sum(map(len, layout.rows)), layout.device)
+    columns = rows if spec.symmetric else State.neutral(names, sum(map(len, layout.columns)), layout.device)
+    attach(layout.rows, "state", rows)
+    attach(layout.columns, "state", columns)
+    scalars = torch.zeros(2, dtype=torch.float64, device=layout.device)
+    marks: list[float] = []
+    if plan.one_pass:
+        kept, scalars = _one_pass(engine)
     else:
-        kept, gradients = _fold(job), rows.table.new_zeros(2)
-    value, stats, denominator = _reduce(job, rows, columns)
-    warn_of_lengths(inputs, call)
-    scalars = Remembered(denominator, any(job.meeting.wanted), job.ranks.handshakes, job.plan).after(gradients)
-    of_columns = _remember(job, columns) if job.spec.columns else scalars.new_empty(0, 0)
-    return Outputs(value, stats, _remember(job, rows), of_columns, scalars, kept)
+        kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
+        slots = engine.slots(kept, [0.0] * plan.kept)
+        # What other ranks add up for this rank's columns: their state, where columns have one.
+        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
+        tiles = chain.from_iterable(engine.strips(collected=collected))
+        for index, tile in enumerate(tiles):
+            engine.backend.accumulate_statistics(tile, slots[index] if index < len(slots) else None)
+        marks = [slot.mark for slot in slots]
+    value, stats, denominator = _reduce(engine, rows, columns)
+    column_state = _saved_state(engine, columns) if spec.column_loss else rows.table.new_empty(0, 0)
+    scalars = torch.cat([scalars, denominator.view(1)])
+    tensors = SavedTensors(_saved_state(engine, rows), column_state, kept, scalars)
+    joins_backward = any(engine.handshake.needs)
+    numbers = SavedNumbers(plan, engine.ranks.num_handshakes, joins_backward, norms.largest, marks)
+    return value, stats, tensors, numbers
 
 
-def _fold(job: Job) -> Tensor:
-    """The first of two walks. Returns the logits that the plan keeps."""
-    kept, slots = job.new_slots()
-    tiles = (tile for strip in job.strips(carried=_carried(job)) for tile in strip)
-    for index, tile in enumerate(tiles):
-        job.backend.fold(tile, slots[index] if index < len(slots) else None)
-    if slots:
-        kept[-len(slots) :] = kept.new_tensor([slot.mark for slot in slots])
-    return kept
+def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
+    """Gradients in the forward: those of a tile as soon as its rows are complete, while its logits are at hand. Returns
+    those of the features, in one tensor, and those of scale and bias."""
+    layout, spec, backend = engine.layout, engine.spec, engine.backend
+    sizes = [block.features.numel() for block in engine.needing]
+    gradients = torch.zeros(sum(sizes), dtype=layout.dtype, device=layout.device)
+    for block, part in zip(engine.needing, torch.split(gradients, sizes), strict=True):
+        block.grad = part.view(block.features.shape)
+    largest = engine.handshake.largest_row_grad
+    attach(layout.rows, "row_grad", engine.weights(layout.rows) / largest)
+    size = engine.plan.kept * engine.plan.slot_size
+    memory = workspace.buffer("slots", size, layout.dtype, layout.device)
+    slots = engine.slots(memory, [0.0] * engine.plan.kept)
+    for strip in engine.strips():
+        # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
+        groups = [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]
+        for group in groups:
+            for tile, slot in zip(group, slots, strict=True):
+                backend.accumulate_statistics(tile, slot)
+            for tile, slot in zip(group, slots, strict=True):
+                backend.accumulate_gradients(tile, slot)
+    factor = largest / spec.directions
+    if engine.options.reduction == "mean":
+        factor /= engine.handshake.weight_sum * len(layout.rows)
+    return gradients, _finish_gradients(engine, factor)
 
 
-def _carried(job: Job) -> str:
-    """What others add up for columns that travel in the forward: their state, where columns have one."""
-    return "state" if job.spec.two_sided or (job.spec.link == "sigmoid" and job.call.stats) else ""
+def backward(
+    inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors, numbers: SavedNumbers
+) -> Gradients:
+    """The gradient of every input that needs one."""
+    if numbers.plan.one_pass:
+        return _rescaled(inputs, options, upstream, saved)
+    inverse = measure_norms(inputs, options).inverse if options.normalize else (None,) * 3
+    norms = Norms(inverse, numbers.max_norms)
+    handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
+    engine = Engine(inputs, options, norms, handshake, numbers.plan)
+    layout, spec = engine.layout, engine.spec
+    sides = [(layout.rows, saved.row_state), (layout.columns, saved.column_state)]
+    for side, table in sides[: spec.directions]:
+        state = State(saved_fields(spec), table)
+        row_grad = engine.weights(side)
+        if spec.epilogue == "softmax":
+            attach(side, "state", state)
+            row_grad = state.where_positives(spec, row_grad)
+        if options.reduction == "none":
+            row_grad = row_grad * upstream.double()
+        attach(side, "row_grad", row_grad / handshake.largest_row_grad)
+    for block in engine.needing:
+        block.grad = torch.zeros(block.features.shape, dtype=layout.dtype, device=layout.device)
+    slots = engine.slots(saved.kept, numbers.marks)
+    brought = ("state", "row_grad") if spec.two_sided else ()
+    needs_scalars = handshake.needs.scale or handshake.needs.bias
+    for index, tile in enumerate(chain.from_iterable(engine.strips(brought, collected="grad"))):
+        # On other ranks' account this one meets tiles on which no gradient depends.
+        if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
+            engine.backend.accumulate_gradients(tile, slots[index] if index < len(slots) else None)
+    factor: Tensor | float = handshake.largest_row_grad / spec.directions
+    if options.reduction != "none":
+        factor = factor * upstream.double() / (saved.scalars[2] if options.reduction == "mean" else 1.0)
+    scalars = _finish_gradients(engine, factor)
+    features = [block.grad for block in engine.needing if block.grad is not None]
+    return _as_inputs(inputs, options, features, scalars)
 
 
-def _push(job: Job, kept: Tensor) -> None:
-    """The second walk, over the same tiles in the same order."""
-    job.attach_gradients()
-    slots = job.slots(kept)
-    brought = ("state", "pull") if job.spec.two_sided else ()
-    tiles = (tile for strip in job.strips(brought, carried="grad") for tile in strip)
-    for index, tile in enumerate(tiles):
-        if job.moves(tile):
-            job.backend.push(tile, slots[index] if index < len(slots) else None)
-
-
-def _fold_and_push(job: Job, rows: State) -> tuple[Tensor, Tensor]:
-    """Both in one walk: tiles are pushed as soon as their rows are complete, while their logits are at hand."""
-    gradients = job.attach_gradients_in_one()
-    for side in (job.rows, job.columns)[: job.spec.directions]:
-        attach(side, "pull", job.weights(side) / job.meeting.largest_pull)
-    _, slots = job.new_slots()
-    for group, complete in _groups(job):
-        for tile, slot in zip(group, slots, strict=True):
-            job.backend.fold(tile, slot)
-        for block in complete:
-            block.state.settle(job.spec)
-            block.pull = block.state.weights(job.spec, block.pull)
-        for tile, slot in zip(group, slots, strict=True):
-            job.backend.push(tile, slot, last=True)
-    factor = job.meeting.largest_pull / job.spec.directions
-    if job.call.reduction == "mean":
-        factor /= _denominator(job, None if job.spec.targets else _weights(job, rows).sum())
-    return gradients, _finish(job, factor)
-
-
-def _groups(job: Job) -> Iterator[tuple[list[Tile], list[Block]]]:
-    """The tiles that are folded before any of them can be pushed, and the rows that are complete then."""
-    strips = job.strips()
-    if job.spec.link == "sigmoid":  # a tile at a time: a pair is complete by itself
-        yield from (([tile], []) for strip in strips for tile in strip)
-    elif job.spec.two_sided:  # the whole plane, a small one
-        blocks = job.rows + job.columns if job.spec.columns else job.rows
-        yield [tile for strip in strips for tile in strip], blocks
-    else:
-        yield from ((strip, [strip[0].rows]) for strip in strips)
-
-
-def backward(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
-    """The gradient of every input that needs one, from what the forward left."""
-    # The forward's own plan: made anew, it might be another, for the number of threads may have changed.
-    denominator, _, forward, plan = Remembered.of(outputs.scalars)
-    if plan.passes == 1:
-        return _multiplied(inputs, call, upstream, outputs)
-    job = Job(inputs, call, plan, upstream, forward)
-    names = remembered(job.spec)
-    rows = State(names, outputs.rows)
-    _attach_pulls(job, rows, State(names, outputs.columns) if job.spec.columns else rows, upstream)
-    _push(job, outputs.kept)
-    factor: Tensor | float = job.meeting.largest_pull / job.spec.directions
-    if call.reduction != "none":
-        factor = factor * upstream.double() / (denominator if call.reduction == "mean" else 1.0)
-    scalars = _finish(job, factor)
-    features = [block.grad for block, _ in job.features() if block.grad is not None]
-    return _gradients(inputs, call, features, scalars)
-
-
-def _multiplied(inputs: Inputs, call: Call, upstream: Tensor, outputs: Outputs) -> Gradients:
+def _rescaled(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors) -> Gradients:
     """The forward's gradients times what the caller makes of the loss."""
-    needed = [x for x, need in zip(inputs[:3], call.needs, strict=False) if x is not None and need]
-    parts = torch.split(outputs.kept, [x.numel() for x in needed])
-    upstream = upstream.to(outputs.kept.dtype)
+    needed = [x for x, need in zip(inputs.features, options.needs, strict=False) if x is not None and need]
+    parts = torch.split(saved.kept, [x.numel() for x in needed])
+    upstream = upstream.to(saved.kept.dtype)
     features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
-    return _gradients(inputs, call, features, outputs.scalars[:2] * upstream)
+    return _as_inputs(inputs, options, features, saved.scalars[:2] * upstream)
 
 
-def _gradients(inputs: Inputs, call: Call, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
-    """One rounding to the dtype of each input, one after the other; no two of them share memory."""
-    needed = (scalar for scalar, need in zip(scalars, call.needs[3:], strict=True) if need)
-    found = chain(features, needed)
-    given = zip(inputs[:5], call.needs, strict=True)
+def _as_inputs(inputs: LossInputs, options: LossOptions, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
+    """One rounding to the dtype of each input; no two of them share memory."""
+    found = chain(features, (scalar for scalar, need in zip(scalars, options.needs[3:], strict=True) if need))
+    given = zip(inputs[:5], options.needs, strict=True)
     return Gradients(*(_like(next(found), x) if x is not None and need else None for x, need in given))
 
 
@@ -204,113 +303,114 @@ def _like(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.to(x, copy=gradient.dim() == 0).view(x.shape)
 
 
-def _attach_pulls(job: Job, rows: State, columns: State, upstream: Tensor) -> None:
-    """Give every row d objective / d (its loss), up to a factor common to all."""
-    for side, state in [(job.rows, rows), (job.columns, columns)][: job.spec.directions]:
-        pull = job.weights(side)
-        if job.spec.link == "softmax":
-            attach(side, "state", state)
-            pull = state.weights(job.spec, pull)
-        if job.call.reduction == "none":
-            pull = pull * upstream.double()
-        attach(side, "pull", pull / job.meeting.largest_pull)
-
-
-def _finish(job: Job, factor: Tensor | float) -> Tensor:
-    """From sums of slopes to gradients, in place, and those of scale and bias, which are returned."""
-    scale_sum, bias_sum = job.backend.slope_sums()
-    if job.meeting.wanted.scale and not job.sums_slopes:
-        scale_sum = _scale_sum(job)
-    scalars = factor * torch.tensor([scale_sum, bias_sum], dtype=torch.float64, device=job.device)
+def _finish_gradients(engine: Engine, factor: Tensor | float) -> Tensor:
+    """From sums of dlogits to gradients: those of features in place, those of scale and bias are returned."""
+    options, ranks = engine.options, engine.ranks
+    scalars = engine.backend.scalar_sums
+    if engine.handshake.needs.scale and not engine.sum_for_scale:
+        scalars[0] = _scale_sum(engine)
+    scalars = scalars * factor
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
-    averaged = job.call.reduction != "none" and job.call.grad_reduction == "mean"
-    coefficient = factor * job.scale * (job.ranks.size if averaged else 1)
-    for block, _ in job.features():
-        if block.inverse_norm is not None and block.grad is not None:
-            for strip in block.strips(strip_height(block.features)):
-                _back_through_normalisation(job, strip)
+    averaged = options.reduction != "none" and options.grad_reduction == "mean"
+    coefficient = factor * engine.scale * (ranks.size if averaged else 1)
+    for block in engine.layout.feature_blocks():
         if block.grad is not None:
+            if block.inverse_norm is not None:
+                _backward_of_normalization(block)
             block.grad.mul_(coefficient)
-    return job.ranks.total(scalars) / (1 if averaged else job.ranks.size)
+    return ranks.all_sum(scalars) / (1 if averaged else ranks.size)
 
 
-def _back_through_normalisation(job: Job, strip: Block) -> None:
-    assert strip.grad is not None
-    assert strip.inverse_norm is not None
-    x = _as_multiplied(job, strip)
-    along = torch.linalg.vecdot(x, strip.grad)[:, None]
-    along.masked_fill_(strip.inverse_norm[:, None] >= LONGEST_INVERSE, 0.0)  # a length that was clamped is a constant
-    strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
+def _strips_of(block: Block) -> Iterator[Block]:
+    yield from block.strips(len(feature_strips(block.features)[0])) if len(block) else ()
 
 
-def _scale_sum(job: Job) -> float:
-    """sum(slope * x.y) = sum(x.A) over either side; a symmetric plane is summed twice over."""
-    total = 0.0
-    for strip in strips_of(job.scale_side(), strip_height(job.inputs.first)):
+def _backward_of_normalization(block: Block) -> None:
+    for strip in _strips_of(block):
         assert strip.grad is not None
-        total += torch.linalg.vecdot(_as_multiplied(job, strip), strip.grad).sum(dtype=torch.float64).item()
-    return total / 2 if job.spec.symmetric else total
+        assert strip.inverse_norm is not None
+        x = _as_multiplied(strip)
+        along = torch.linalg.vecdot(x, strip.grad)[:, None]
+        # A length that was clamped is a constant.
+        along.masked_fill_(strip.inverse_norm[:, None] >= LARGEST_INVERSE_NORM, 0.0)
+        strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
 
 
-def _as_multiplied(job: Job, block: Block) -> Tensor:
-    features = block.features.to(job.compute)
+def _scale_sum(engine: Engine) -> Tensor:
+    """sum(dlogits * x.y) = sum(x.A) over either side; a symmetric loss has it twice."""
+    layout = engine.layout
+    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
+    total = torch.zeros((), dtype=torch.float64, device=layout.device)
+    for strip in chain.from_iterable(map(_strips_of, side)):
+        assert strip.grad is not None
+        total += torch.linalg.vecdot(_as_multiplied(strip), strip.grad).sum(dtype=torch.float64)
+    return total / 2 if engine.spec.symmetric else total
+
+
+def _as_multiplied(block: Block) -> Tensor:
+    assert block.grad is not None
+    features = block.features.to(block.grad.dtype)
     return features if block.inverse_norm is None else features * block.inverse_norm[:, None]
 
 
-# ---- from the rows' losses to the value
+def attach(side: list[Block], name: str, values: Tensor | State) -> None:
+    """Give every block of a side its part of a vector, or of a state, that covers the side."""
+    start = 0
+    for block in side:
+        stop = start + len(block)
+        whole = len(side) == 1
+        part = values if whole else values.slice(start, stop) if isinstance(values, State) else values[start:stop]
+        setattr(block, name, part)
+        start = stop
 
 
-def _reduce(job: Job, rows: State, columns: State) -> tuple[Tensor, Tensor, float]:
+# ---- from the losses of rows to the value
+
+
+def _reduce(engine: Engine, rows: State, columns: State) -> tuple[Tensor, Tensor, Tensor]:
     """The value, the statistics, and what the mean divides by."""
-    losses = rows.losses(job.spec)
-    if job.spec.columns:
-        losses = (losses + columns.losses(job.spec)) / 2
-    if job.inputs.weight is not None:
-        losses = losses * job.weights(job.rows)
-    sums = [losses.sum()] if job.spec.targets else [losses.sum(), _weights(job, rows).sum()]
-    if job.call.stats:
-        sums += _statistics(job, rows, columns)
-    totals = job.ranks.total(torch.stack(sums) if len(sums) > 1 else sums[0][None])
-    denominator = _denominator(job, None if job.spec.targets else totals[1])
+    spec, options, layout = engine.spec, engine.options, engine.layout
+    losses = rows.losses(spec)
+    if spec.column_loss:
+        losses = (losses + columns.losses(spec)) / 2
+    if engine.inputs.weight is not None:
+        losses = losses * engine.weights(layout.rows)
+    sums = [losses.sum()]
+    if not spec.has_targets:
+        sums.append(rows.where_positives(spec, engine.weights(layout.rows)).sum())
+    if options.return_stats:
+        sums += _statistics(engine, rows, columns)
+    totals = engine.ranks.all_sum(torch.stack(sums) if len(sums) > 1 else sums[0][None])
+    if spec.has_targets:
+        denominator = totals.new_full((), engine.handshake.weight_sum * len(layout.rows))
+    else:  # 1 where no row has positives, and every loss is 0
+        denominator = torch.where(totals[1] == 0, 1.0, totals[1])
     mean = totals[0] / denominator
-    value = {"mean": mean, "sum": totals[0], "none": losses}[job.call.reduction]
-    if not job.call.stats:
-        return value.to(job.compute), mean.new_zeros(NUM_STATS), denominator
+    value = {"mean": mean, "sum": totals[0], "none": losses}[options.reduction].to(layout.dtype)
+    if not options.return_stats:
+        return value, mean.new_zeros(NUM_STATS), denominator
     means = totals[-NUM_SUMS:] / denominator
-    return value.to(job.compute), torch.cat([mean[None], means[3:].mean()[None], means]), denominator
+    return value, torch.cat([mean[None], means[3:].mean()[None], means]), denominator
 
 
-def _weights(job: Job, rows: State) -> Tensor:
-    """Of the rows that have a loss."""
-    return rows.weights(job.spec, job.weights(job.rows))
-
-
-def _denominator(job: Job, weight: Tensor | None) -> float:
-    """What the mean divides by: the weight of all rows that have a loss, which is known before (None) where all have
-    one. 1 where none has, and every loss is 0."""
-    return job.meeting.weight * len(job.rows) if weight is None else weight.item() or 1.0
-
-
-def _statistics(job: Job, rows: State, columns: State) -> list[Tensor]:
+def _statistics(engine: Engine, rows: State, columns: State) -> list[Tensor]:
     """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
-    weight = _weights(job, rows)
-    sides = [rows, columns] if job.spec.columns or job.spec.link == "sigmoid" else [rows]
-    losses = [side.losses(job.spec) for side in sides]
+    spec = engine.spec
+    weight = rows.where_positives(spec, engine.weights(engine.layout.rows))
+    sides = [rows, columns] if spec.column_loss or spec.epilogue == "sigmoid" else [rows]
+    losses = [side.losses(spec) for side in sides]
     # Equal columns of different tiles may differ by a rounding or two: they still tie.
-    slack = 4 * torch.finfo(job.compute).eps
-    right = [side["best_positive"] >= side["best"] - slack * side["best"].abs() for side in sides]
+    slack = 4 * torch.finfo(engine.layout.dtype).eps
+    right = [side["top_positive"] >= side["top"] - slack * side["top"].abs() for side in sides]
     return [
-        (weight * values).sum() for values in (rows.mean_positive(job.spec), losses[0], losses[-1], right[0], right[-1])
+        (weight * values).sum() for values in (rows.positive_logits(spec), losses[0], losses[-1], right[0], right[-1])
     ]
 
 
-# ---- what the backward must know of a row
-
-
-def _remember(job: Job, state: State) -> Tensor:
-    names = remembered(job.spec)
-    if job.plan.passes == 1 or not names:  # nobody will ask
+def _saved_state(engine: Engine, state: State) -> Tensor:
+    names = saved_fields(engine.spec)
+    if engine.plan.one_pass or not names:  # nobody will ask
         return state.table.new_zeros(len(names), state.table.shape[1] if names else 0)
-    state.settle(job.spec)
+    state.fill_empty_rows(engine.spec)
     return torch.stack([state[name] for name in names])

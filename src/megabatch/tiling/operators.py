@@ -1,106 +1,190 @@
-"""The operators: the one seam to autograd, to torch.compile and to everything that traces.
+"""The one seam to autograd and to compilers: a plain autograd.Function, and the same as an operator.
 
-Tensors are arguments; everything else travels in one string, a constant to a compiler. Plans are made inside, from
-real sizes, so that a new batch size compiles nothing anew; outputs whose size the plan decides are of unknown size to a
-tracer. The backward is an operator of its own, and has no backward. On several ranks an anchor, which requires grad and
-gets none, has every rank take part in the backward that another one needs.
+The operator serves whatever traces: torch.compile, torch.export, fake tensors. Tensors are arguments; everything else
+travels in one string, a constant to a compiler. The plan is made inside, from real sizes, so that a new batch size
+compiles nothing anew. Neither can be differentiated twice.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..losses.state import remembered
+from ..losses.state import saved_fields
 from . import engine
-from .call import Call, Inputs
+from .engine import Gradients, SavedNumbers, SavedTensors
+from .options import LossInputs, LossOptions, compute_dtype
+from .plan import Plan
+
+# Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
+with torch.inference_mode(False):  # whatever mode the import happens in
+    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+
+_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields)
+
+
+def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """The loss and its statistics."""
+    anchor = _ANCHOR if options.group else None
+    if torch.compiler.is_compiling() or type(inputs.rows) not in (Tensor, torch.nn.Parameter):
+        value, stats, *_ = contrast(*inputs, anchor, options.encode())
+        return value, stats
+    value, stats, joins_backward = _ContrastiveLoss.apply(*inputs, anchor, options)  # type: ignore[no-untyped-call]
+    return value if joins_backward else value.detach(), stats
+
+
+def _without_autocast(features: Tensor) -> AbstractContextManager[Any]:
+    device = features.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+
+
+class _ContrastiveLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, bool]:
+        *tensors, _, ctx.options = arguments
+        inputs = LossInputs(*tensors)
+        with _without_autocast(inputs.rows):
+            value, stats, saved, ctx.numbers = engine.forward(inputs, ctx.options)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return value, stats, ctx.numbers.joins_backward
+
+    @staticmethod
+    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream, nothing = upstreams[0], (None,) * (_NUM_INPUTS + 2)
+        if upstream is None:
+            return nothing
+        tensors = ctx.saved_tensors
+        inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), SavedTensors(*tensors[_NUM_INPUTS:])
+        with torch.no_grad(), _without_autocast(upstream):
+            gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
+        if torch.is_grad_enabled():  # create_graph=True
+            leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
+            gradients = Gradients(*(None if g is None else _Refuse.apply(g, *leaves) for g in gradients))
+        return *gradients, *nothing[len(gradients) :]
+
+
+class _Refuse(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> None:
+        raise RuntimeError(
+            "megabatch: the gradient of a loss cannot be differentiated again. Drop create_graph=True, or take the "
+            "dense twin in megabatch.reference, which can."
+        )
+
+
+# ---- the same as operators
 
 _INPUTS = (
-    "Tensor first, Tensor? second, Tensor? extra, Tensor scale, Tensor? bias, "
-    "Tensor? first_ids, Tensor? second_ids, Tensor? extra_ids, Tensor? positives, Tensor? weight, "
-    "Tensor? anchor, str call"
+    "Tensor rows, Tensor? columns, Tensor? negatives, Tensor scale, Tensor? bias, "
+    "Tensor? row_ids, Tensor? column_ids, Tensor? negative_ids, Tensor? positives, Tensor? weight, "
+    "Tensor? anchor, str options"
 )
-_OUTPUTS = "Tensor rows, Tensor columns, Tensor scalars, Tensor kept"
+_SAVED = "Tensor row_state, Tensor column_state, Tensor kept, Tensor scalars, Tensor numbers"
 
 
 @torch.library.custom_op(
-    "megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "megabatch::contrast",
+    mutates_args=(),
+    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def contrast(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, its statistics, and what the backward needs: `engine.Outputs`."""
+def contrast(*arguments: Any) -> tuple[Tensor, ...]:
+    """value, stats, *SavedTensors, SavedNumbers as a tensor on the CPU."""
     *tensors, _, code = arguments
-    inputs = Inputs(*tensors)
-    with torch.autocast(inputs.first.device.type, enabled=False):
-        return engine.forward(inputs, Call.decode(code)).as_tuple()
+    with _without_autocast(arguments[0]):
+        value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
+    return value, stats, *saved, _pack(numbers)
 
 
 @contrast.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments
-    inputs, call = Inputs(*tensors), Call.decode(code)
-    first, spec = inputs.first, call.spec
-    compute = torch.float64 if first.dtype == torch.float64 else torch.float32
-    num_rows = first.shape[0]
-    if spec.symmetric and inputs.second is not None:
-        num_rows = num_rows + inputs.second.shape[0]
-    fields = len(remembered(spec))
-    kept = torch.library.get_ctx().new_dynamic_size()
-    outputs = engine.Outputs(
-        value=first.new_empty((num_rows,) if call.reduction == "none" else (), dtype=compute),
-        stats=first.new_empty(engine.NUM_STATS, dtype=torch.float64),
-        rows=first.new_empty((fields, num_rows) if fields else (0, 0), dtype=torch.float64),
-        columns=first.new_empty((fields, num_rows) if spec.columns else (0, 0), dtype=torch.float64),
-        scalars=first.new_empty(engine.NUM_SCALARS, dtype=torch.float64),
-        kept=first.new_empty(kept, dtype=compute),
+    inputs, options = LossInputs(*tensors), LossOptions.decode(code)
+    rows, spec = inputs.rows, options.spec
+    num_rows = rows.shape[0]
+    if spec.symmetric and inputs.columns is not None:
+        num_rows = num_rows + inputs.columns.shape[0]
+    fields = len(saved_fields(spec))
+    context = torch.library.get_ctx()
+    double = torch.float64
+    return (
+        rows.new_empty((num_rows,) if options.reduction == "none" else (), dtype=compute_dtype(rows)),
+        rows.new_empty(engine.NUM_STATS, dtype=double),
+        rows.new_empty((fields, num_rows) if fields else (0, 0), dtype=double),
+        rows.new_empty((fields, num_rows) if spec.column_loss else (0, 0), dtype=double),
+        rows.new_empty(context.new_dynamic_size(), dtype=compute_dtype(rows)),
+        rows.new_empty(3, dtype=double),
+        rows.new_empty(context.new_dynamic_size(), dtype=double, device="cpu"),
     )
-    return outputs.as_tuple()
 
 
 @torch.library.custom_op(
     "megabatch::contrast_backward",
     mutates_args=(),
-    schema=f"(Tensor upstream, {_OUTPUTS}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def contrast_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of first, second, extra, scale and bias; empty where none is needed."""
-    upstream, rows, columns, scalars, kept, *tensors, _, code = arguments
-    inputs = Inputs(*tensors)
-    outputs = engine.Outputs(upstream, upstream, rows, columns, scalars, kept)
-    with torch.autocast(upstream.device.type, enabled=False):
-        return engine.backward(inputs, Call.decode(code), upstream, outputs).as_tuple(inputs.first)
+def contrast_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of the first five inputs, empty where none is needed, and of the anchor."""
+    upstream, *saved, numbers = arguments[: _NUM_SAVED + 2]
+    *tensors, _, code = arguments[_NUM_SAVED + 2 :]
+    with _without_autocast(upstream):
+        gradients = engine.backward(
+            LossInputs(*tensors), LossOptions.decode(code), upstream, SavedTensors(*saved), _unpack(numbers)
+        )
+    return _without_none(gradients, upstream)
 
 
 @contrast_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *tensors, _, code = arguments[5:]
-    inputs = Inputs(*tensors)
-    given = zip(inputs[:5], Call.decode(code).needs, strict=True)
-    gradients = engine.Gradients(*(x.new_empty(x.shape) if x is not None and need else None for x, need in given))
-    return gradients.as_tuple(inputs.first)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, _, code = arguments[_NUM_SAVED + 2 :]
+    given = zip(tensors[:5], LossOptions.decode(code).needs, strict=True)
+    gradients = Gradients(*(x.new_empty(x.shape) if x is not None and need else None for x, need in given))
+    return _without_none(gradients, arguments[0])
+
+
+def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
+    """Operators cannot return None: empty tensors in its place."""
+    return *(like.new_empty(0) if g is None else g for g in gradients), like.new_zeros((), dtype=torch.float32, device="cpu")
+
+
+def _pack(numbers: SavedNumbers) -> Tensor:
+    plan = numbers.plan
+    known = [plan.rows, plan.columns, plan.one_pass, plan.kept, numbers.forward_number, numbers.joins_backward]
+    return torch.tensor([*known, *numbers.max_norms, *numbers.marks], dtype=torch.float64)
+
+
+def _unpack(packed: Tensor) -> SavedNumbers:
+    rows, columns, one_pass, kept, forward_number, joins_backward, *rest = packed.tolist()
+    plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
+    return SavedNumbers(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.call = inputs
-    _, *rest = output
-    ctx.save_for_backward(*rest[1:], *tensors)
-    ctx.mark_non_differentiable(*rest)
+    *tensors, ctx.code = inputs
+    _, stats, *saved = output
+    ctx.has_anchor = tensors[-1] is not None
+    ctx.save_for_backward(*saved, *tensors)
+    ctx.mark_non_differentiable(stats, *saved)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    needs = Call.decode(ctx.call).needs
     if upstream is None:
-        return (None,) * 12
-    gradients = contrast_backward(upstream, *ctx.saved_tensors, ctx.call)
-    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *[None] * 7
-
-
-def _refuse(ctx: Any, *upstream: Tensor) -> None:
-    raise RuntimeError(
-        "megabatch: the gradient of a loss cannot be differentiated again. Drop create_graph=True, or take the dense "
-        "twin in megabatch.reference, which can."
-    )
+        return (None,) * (_NUM_INPUTS + 2)
+    *gradients, anchor = contrast_backward(upstream, *ctx.saved_tensors, ctx.code)
+    needs = LossOptions.decode(ctx.code).needs
+    needed = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    return *needed, *[None] * (_NUM_INPUTS - len(needed)), anchor if ctx.has_anchor else None, None
 
 
 contrast.register_autograd(_backward, setup_context=_setup_context)
-contrast_backward.register_autograd(_refuse)
+contrast_backward.register_autograd(_Refuse.backward)

@@ -1,0 +1,135 @@
+"""What can only be seen by looking at the data: values that are refused, and warnings of likely mistakes.
+
+The CPU looks at once. An accelerator computes the numbers behind a warning, and a later call looks at them when they
+have arrived: the host never waits for it.
+"""
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .options import LossInputs, LossOptions, compute_dtype
+
+LARGEST_INVERSE_NORM = 1e12  # as torch.nn.functional.normalize
+UNIT_NORM = 1.001  # no normalised row is longer, whatever it was rounded to
+
+_warned: set[tuple[str, str]] = set()  # functions, and what they have warned of
+_pending: dict[str, tuple[list[str], Tensor, Any]] = {}  # by function: names, numbers, and the event of their arrival
+
+
+class Norms(NamedTuple):
+    """Of the rows of each feature input: 1 / length where rows are normalised, and a bound of their lengths."""
+
+    inverse: tuple[Tensor | None, ...]
+    largest: tuple[float, ...]
+
+
+def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: float) -> None:
+    function = options.function
+    if not math.isfinite(scale):
+        raise ValueError(
+            f"{function}: logit_scale (1 / temperature) must be finite, got {scale}. Clamp it, as CLIP does "
+            "at 100; a temperature must be positive."
+        )
+    if not math.isfinite(bias):
+        raise ValueError(f"{function}: logit_bias must be finite, got {bias}.")
+    if inputs.weight is not None and inputs.weight.numel():
+        low, high = (bound.item() for bound in inputs.weight.aminmax())
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(
+                f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
+            )
+    if inputs.positives is not None and inputs.columns is not None:
+        check_positives(function, inputs.positives, len(inputs.columns))
+
+
+def check_positives(function: str, positives: Tensor, num_keys: int) -> None:
+    if positives.numel():
+        low, high = (bound.item() for bound in positives.aminmax())
+        if low < 0 or high >= num_keys:
+            raise ValueError(f"{function}: positives must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
+
+
+# ---- lengths of rows
+
+
+def measure_norms(inputs: LossInputs, options: LossOptions) -> Norms:
+    """What the layout must know of the lengths of rows. Warns of likely mistakes on the way."""
+    on_cpu = inputs.rows.device.type == "cpu"
+    watched = options.normalize is None and (options.function, "norms") not in _warned
+    norms: list[Tensor | None] = [None] * 3
+    if options.normalize or on_cpu or watched:  # an accelerator has no use for the bound
+        norms = [None if x is None else row_norms(x) for x in inputs.features]
+    found = [x for x in norms if x is not None and len(x)]
+    _warn_of_mistakes(inputs, options, found if watched else [])
+    if options.normalize:
+        return Norms(tuple(None if x is None else inverse_norms(x) for x in norms), (UNIT_NORM,) * 3)
+    largest = [x.amax().item() if x is not None and len(x) and on_cpu else math.inf for x in norms]
+    return Norms((None, None, None), tuple(largest))
+
+
+def row_norms(features: Tensor) -> Tensor:
+    dtype = compute_dtype(features)
+    if features.dtype == dtype:
+        return torch.linalg.vector_norm(features, dim=1)
+    return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in feature_strips(features)])
+
+
+def inverse_norms(norms: Tensor) -> Tensor:
+    """What makes every row one of unit length."""
+    return norms.reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
+
+
+def feature_strips(features: Tensor) -> tuple[Tensor, ...]:
+    """Rows at a time where features are converted outside of tiles: about 1 MiB in float32."""
+    return torch.split(features, max(1, 2**18 // features.shape[1]))
+
+
+# ---- warnings
+
+
+def _warn_of_mistakes(inputs: LossInputs, options: LossOptions, norms: list[Tensor]) -> None:
+    """At once on the CPU; elsewhere when the numbers have arrived, in a later call of the same function."""
+    function = options.function
+    names, bounds = [], []
+    if norms:
+        names.append("norms")
+        bounds.append(torch.stack([bound for x in norms for bound in x.aminmax()]).double().aminmax())
+    ids = [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
+    if options.spec.id_rule == "mask" and len(inputs.rows) > 1 and (function, "ids") not in _warned:
+        names.append("ids")
+        bounds.append(torch.stack([bound.double() for x in ids for bound in x.aminmax()]).aminmax())
+    if inputs.rows.device.type == "cpu":
+        for name, (low, high) in zip(names, bounds, strict=True):
+            _warn(function, name, low.item(), high.item())
+        return
+    arrived = _pending.get(function)
+    if arrived is not None and arrived[2].query():
+        names_then, numbers, _ = _pending.pop(function)
+        for name, (low, high) in zip(names_then, numbers.view(-1, 2).tolist(), strict=True):
+            _warn(function, name, low, high)
+    if names and function not in _pending and inputs.rows.device.type == "cuda":
+        numbers = torch.stack([bound for pair in bounds for bound in pair]).to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        _pending[function] = names, numbers, event
+
+
+def _warn(function: str, name: str, low: float, high: float) -> None:
+    if name == "norms" and max(abs(low - 1), abs(high - 1)) > 0.01:
+        message = (
+            f"{function}: rows are not of unit length, but from {low:.4g} to {high:.4g}. Pass normalize=True for "
+            "cosine similarity, or normalize=False if dot products are meant."
+        )
+    elif name == "ids" and low == high:
+        message = (
+            f"{function}: all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and "
+            'the loss is 0. Pass ids that tell rows apart, or same_ids="positive".'
+        )
+    else:
+        return
+    _warned.add((function, name))
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,95 @@
+"""LossInputs and LossOptions: a call as tensors, and everything else about it in one object."""
+
+import ast
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..losses.spec import Spec
+
+
+class LossInputs(NamedTuple):
+    """The tensors of a call. A symmetric loss has `rows`, and perhaps `columns`, on both sides. Any other has rows,
+    columns, and perhaps more columns that are nobody's positives, `negatives`."""
+
+    rows: Tensor
+    columns: Tensor | None = None
+    negatives: Tensor | None = None
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    row_ids: Tensor | None = None
+    column_ids: Tensor | None = None
+    negative_ids: Tensor | None = None
+    positives: Tensor | None = None
+    weight: Tensor | None = None
+
+    @property
+    def features(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.rows, self.columns, self.negatives
+
+
+class Needs(NamedTuple):
+    """Which inputs get a gradient."""
+
+    rows: bool = False
+    columns: bool = False
+    negatives: bool = False
+    scale: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What was asked for.
+
+    Attributes:
+        function: The public name, for errors.
+        normalize: True or False, or None: as given, and warn where rows are not of unit length.
+        tile: Height and width of a tile, if the caller chose them.
+        memory_budget: Bytes, if the caller chose them.
+        autocast_dtype: Name of the dtype that autocast multiplies in, or "".
+        group: Name of the process group, or "" for this process alone.
+        grad_enabled: Autograd records: the loss of this rank can take part in a backward.
+        call_site: The line that made the call, where it is known and there is a group.
+    """
+
+    function: str
+    spec: Spec
+    needs: Needs
+    reduction: str = "mean"
+    return_stats: bool = False
+    normalize: bool | None = None
+    tile: tuple[int, int] | None = None
+    memory_budget: int | None = None
+    backend: str = "auto"
+    autocast_dtype: str = ""
+    group: str = ""
+    grad_reduction: str = "mean"
+    exchange: str = "auto"
+    overlap: bool = True
+    grad_enabled: bool = True
+    call_site: str = ""
+
+    def encode(self) -> str:
+        """As a string, which is what an operator can take and a compiler can treat as a constant."""
+        spec = tuple([getattr(self.spec, name) for name in _SPEC_FIELDS])
+        rest = tuple([getattr(self, name) for name in _OTHER_FIELDS])
+        return repr((spec, tuple(self.needs), *rest))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def decode(code: str) -> "LossOptions":
+        spec, needs, *rest = ast.literal_eval(code)
+        return LossOptions(spec=Spec(*spec), needs=Needs(*needs), **dict(zip(_OTHER_FIELDS, rest, strict=True)))
+
+
+_SPEC_FIELDS = tuple(member.name for member in fields(Spec))
+_OTHER_FIELDS = tuple(member.name for member in fields(LossOptions) if member.name not in ("spec", "needs"))
+
+
+def compute_dtype(features: Tensor) -> torch.dtype:
+    """Of logits, dlogits and sums of gradients."""
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
