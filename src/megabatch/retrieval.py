@@ -8,47 +8,43 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .backends.backend import Backend
 from .backends.select import select
 from .checks import (
-    Group,
-    bytes_of,
+    check_execution_options,
     check_features,
-    check_keys,
     check_not_empty,
-    check_vector,
-    check_ways,
+    check_positives,
     check_word,
     group_name,
-    tile_of,
+    parse_budget,
+    parse_tile,
 )
 from .distributed.collectives import Ranks, kind_of, refused_together
 from .distributed.parcel import Parcel
 from .distributed.ring import Cargo, Turn, pack
+from .keywords import LeftOut, SearchKeywords, complete, with_keywords
 from .losses.block import Block, Tile
 from .losses.spec import Spec
 from .tiling.plan import Plan
-from .tiling.values import check_positives, compute_dtype, inverse_lengths
+from .tiling.values import check_positives as check_values_of_positives
+from .tiling.values import compute_dtype, inverse_lengths
 from .tiling.walk import walk
 
 PADDING = 64  # sides of a tile are multiples of it, so that no product has ragged edges
 SIDE = 2048
 
 
+@with_keywords
 @torch.no_grad()
 def retrieval_ranks(
     query: Tensor,
     key: Tensor,
     *,
     positives: Tensor | None = None,
-    normalize: bool = False,
-    group: Group = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    **options: Unpack[SearchKeywords],
 ) -> Tensor:
     """How many keys score above each query's positive, without the matrix of scores; 0 means it comes first.
 
@@ -62,27 +58,19 @@ def retrieval_ranks(
     Args:
         query: `[N, D]`.
         key: `[M, D]`, M at least N unless `positives` is given.
-        positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i.
-        normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `positives` are
-            rows of this rank's `key`.
-        exchange, overlap: As for the losses.
-        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
-        memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto", "eager" or "triton".
+        positives: `[N]` integers: the row of this rank's `key` that belongs with each query. Default: row i.
 
     Returns:
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, group)
+    ranks = group_name(name, options.get("group", LeftOut.GROUP))
     with refused_together(name, ranks):
-        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
-        check_vector(name, "positives", positives, "query", query, integers=True)
-        check_keys(name, query, key, positives)
+        scores = _Scores(name, query, key, ranks, complete(name, options))
+        check_positives(name, positives, query, key, "rank each column of positives by itself")
         if positives is None:
             positives = torch.arange(len(query), device=query.device)
-        check_positives(name, positives, len(key))
+        check_values_of_positives(name, positives, len(key))
     scores.meet()
     positives = positives.long() + scores.start
     bar = torch.empty(len(query), dtype=scores.compute, device=query.device)
@@ -95,19 +83,13 @@ def retrieval_ranks(
     return torch.where(bar.isnan(), scores.num_keys, above)
 
 
+@with_keywords
 @torch.no_grad()
 def similarity_topk(
     query: Tensor,
     key: Tensor,
     k: int,
-    *,
-    normalize: bool = False,
-    group: Group = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    **options: Unpack[SearchKeywords],
 ) -> tuple[Tensor, Tensor]:
     """The k keys that score highest for each query, best first, without the matrix of scores.
 
@@ -117,21 +99,15 @@ def similarity_topk(
         query: `[N, D]`.
         key: `[M, D]`.
         k: How many, 1 to M.
-        normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `indices` count
-            the keys of all ranks.
-        exchange, overlap: As for the losses.
-        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
-        memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto", "eager" or "triton".
 
     Returns:
-        Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64.
+        Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64. With a group,
+        indices count the keys of all ranks in rank order.
     """
     name = "similarity_topk"
-    ranks = group_name(name, group)
+    ranks = group_name(name, options.get("group", LeftOut.GROUP))
     with refused_together(name, ranks):
-        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
+        scores = _Scores(name, query, key, ranks, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
     scores.meet(k)
@@ -152,33 +128,22 @@ def similarity_topk(
 class _Scores:
     """The plane of this rank's queries and everyone's keys, in tiles of one shape."""
 
-    def __init__(
-        self,
-        name: str,
-        query: Tensor,
-        key: Tensor,
-        normalize: bool,
-        ranks: str,
-        exchange: str,
-        overlap: bool,
-        tile: int | tuple[int, int] | None,
-        memory_budget: int | str | None,
-        backend: str,
-    ) -> None:
+    def __init__(self, name: str, query: Tensor, key: Tensor, ranks: str, options: SearchKeywords) -> None:
         check_features(name, query=query, key=key)
         if not ranks:
             check_not_empty(name, "query", query)
             check_not_empty(name, "key", key)
-        check_word(name, "normalize", normalize, (True, False))
-        check_ways(name, exchange, overlap, backend)
-        self.name, self.query, self.key, self.normalize = name, query, key, normalize
-        self.exchange, self.overlap = exchange, overlap
+        check_word(name, "normalize", options["normalize"], (True, False))
+        check_execution_options(name, options)
+        self.name, self.query, self.key, self.normalize = name, query, key, options["normalize"]
+        self.exchange, self.overlap = options["exchange"], options["overlap"]
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         self.compute = compute_dtype(query)
-        chosen = select(name, backend, query.device, query.dtype)
-        self.tile, self.budget = tile_of(name, tile), bytes_of(name, memory_budget) or chosen.default_budget
-        product = query.dtype if chosen.multiplies_halves(query.device, normalize) else None
+        chosen = select(name, options["backend"], query.device, query.dtype)
+        self.tile = parse_tile(name, options["tile"])
+        self.budget = parse_budget(name, options["memory_budget"]) or chosen.default_budget
+        product = query.dtype if chosen.multiplies_halves(query.device, self.normalize) else None
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.compute, query.device, product=product)
 
     def meet(self, k: int | None = None) -> None:
