@@ -307,7 +307,7 @@ def test_temperature_tensor_must_be_positive_and_finite(loss: str, value: float)
 @every_loss
 def test_scale_below_one_is_warned_of_once(loss: str) -> None:
     said = f"{loss}: logit_scale=0.07 is below 1 and looks like a temperature. It multiplies the logits; "
-    said += "if 1 / 0.07 is meant, pass temperature=0.07."
+    said += "if 1 / 0.07 is meant, pass logit_scale=1 / 0.07."
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
         getattr(megabatch, loss)(**good(loss) | {"logit_scale": 0.07})
     assert [warning.filename for warning in caught] == [__file__]
@@ -406,8 +406,7 @@ def test_weight_must_have_one_entry_per_row(loss: str, shape: tuple[int, ...]) -
 @every_loss
 @pytest.mark.parametrize("value", [[1.0] * N, 1.0], ids=lambda x: type(x).__name__)
 def test_weight_must_be_a_tensor(loss: str, value: object) -> None:
-    said = f"weight must be a tensor, got {type(value).__name__}. Use torch.as_tensor."
-    assert_refused(loss, TypeError, said, weight=value)
+    assert_refused(loss, TypeError, f"weight must be a tensor, got {type(value).__name__}.", weight=value)
 
 
 @every_loss
@@ -459,7 +458,7 @@ def test_vectors_must_be_integers(loss: str, argument: str, rows_of: str, dtype:
 
 @every_vector
 def test_vectors_must_be_tensors(loss: str, argument: str, rows_of: str) -> None:
-    said = f"{argument} must be a tensor, got list. Use torch.as_tensor."
+    said = f"{argument} must be a tensor, got list. Use torch.as_tensor({argument})."
     assert_refused(loss, TypeError, said, **with_vector(argument, [0, 1, 2, 3]))
 
 
@@ -572,21 +571,21 @@ def test_tile_must_be_one_or_two_whole_numbers(loss: str, value: object) -> None
 
 @pytest.mark.parametrize("loss", ["nt_xent_loss", "supcon_loss"])
 def test_tile_of_a_symmetric_plane_must_be_square(loss: str) -> None:
-    said = "tile must be square, because the plane is symmetric, got (2, 3)."
+    said = "tile must be square, because the logits are symmetric, got (2, 3)."
     assert_refused(loss, ValueError, said, tile=(2, 3))
 
 
 @every_loss
 @pytest.mark.parametrize("value", ["12 parsecs", "", "MiB", "1.2.3MB", "-1MB", "²MB"], ids=repr)
 def test_memory_budget_must_be_words_that_are_known(loss: str, value: str) -> None:
-    said = f"memory_budget must be a whole number of bytes or a word like '512MiB' or '2GB', got {value!r}."
+    said = f"memory_budget must be a whole number of bytes or a size like '512MiB', '2G' or '2GB', got {value!r}."
     assert_refused(loss, ValueError, said, memory_budget=value)
 
 
 @every_loss
 @pytest.mark.parametrize("value", [1.5e6, True, [1]], ids=repr)
 def test_memory_budget_must_be_a_whole_number_or_words(loss: str, value: object) -> None:
-    said = f"memory_budget must be a whole number of bytes or a word like '512MiB' or '2GB', got {value!r}."
+    said = f"memory_budget must be a whole number of bytes or a size like '512MiB', '2G' or '2GB', got {value!r}."
     assert_refused(loss, TypeError, said, memory_budget=value)
 
 
@@ -744,7 +743,8 @@ def test_another_scale_and_batch_size_compile_nothing_anew(
 ) -> None:
     function = getattr(megabatch, loss)
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    for rows, number in [(6, 2.0), (8, 2.5), (10, 3.0)]:
+    numbers = (2.0, 2.5, 3.0) if argument == "logit_scale" else (0.5, 0.4, 0.3)
+    for rows, number in zip((6, 8, 10), numbers, strict=True):
         arguments = good(loss, rows) | {"logit_scale": None, argument: number}
         assert compiled(**arguments) == function(**arguments)
     assert backend.frame_count == 2  # once for the first, once for any other

@@ -22,13 +22,14 @@ PUBLIC = "megabatch"
 MAY_IMPORT = {
     "losses": set(),
     "distributed": set(),
-    "reference": set(),
+    "keywords": set(),
+    "reference": {"keywords"},
     "backends": {"losses"},
     "tiling": {"losses", "backends", "distributed"},
-    "checks": set(),
-    "functional": {"checks", "tiling", "losses", "backends", "distributed"},
-    "retrieval": {"checks", "tiling", "losses", "backends", "distributed"},
-    "modules": {"functional", "checks", "distributed"},
+    "checks": {"keywords"},
+    "functional": {"keywords", "checks", "tiling", "losses", "backends", "distributed"},
+    "retrieval": {"keywords", "checks", "tiling", "losses", "backends", "distributed"},
+    "modules": {"functional", "keywords", "checks", "distributed"},
     "caching": {"checks", "distributed"},
     "__init__": {"functional", "modules", "retrieval", "caching"},
     "integrations": {PUBLIC, "distributed"},
@@ -163,6 +164,10 @@ def test_reference_offers_exactly_the_twins():
     assert {name for name in megabatch.__all__ if name.endswith("_loss")} == set(LOSSES)
 
 
-@pytest.mark.parametrize("name", WITH_TWIN)
+# Ends with the tiled similarity_topk that takes `exclude`, which then fails this mark.
+EXCLUDE_TO_COME = pytest.mark.xfail(reason="retrieval.py does not take `exclude` yet", strict=True)
+
+
+@pytest.mark.parametrize("name", [*WITH_TWIN[:-1], pytest.param("similarity_topk", marks=EXCLUDE_TO_COME)])
 def test_twins_have_the_same_signature(name):
     assert parameters(getattr(megabatch, name)) == parameters(getattr(reference, name))

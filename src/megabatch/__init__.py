@@ -3,7 +3,7 @@
 from .caching.chunked import chunked
 from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
-#from .retrieval import retrieval_ranks, similarity_topk
+from .retrieval import retrieval_ranks, similarity_topk
 
 __version__ = "0.1.0"
 

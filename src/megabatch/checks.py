@@ -1,14 +1,17 @@
-"""What every public function asks of its arguments, and the words it refuses them with.
+"""Checks of the arguments of every public function, and the messages that refuse them.
 
-All of it looks at shapes, dtypes and options only, so that a compiler can trace it; what needs a look at the data is
-checked inside the operators. A number that the operators take as a constant is made one here: a compiler that has seen
-it change traces it as a symbol, which has no digits. The form is `function: argument must rule, got value. What to do.`
+They look at shapes, dtypes and options only, so that torch.compile can trace them; the operators check the values of
+tensors. A number that the operators take as a constant is made one here: a compiler that has seen it change traces it
+as a symbol, which has no digits. The form is `function: argument must rule, got value. What to do.`
 """
 
 import math
 import operator
+import os
+import sys
 import warnings
-from types import EllipsisType
+from pathlib import Path
+from types import EllipsisType, FrameType
 from typing import Any
 
 import torch
@@ -16,12 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | EllipsisType | None
+from .keywords import ExecutionKeywords, Group, LeftOut, Scalar
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# K, M, G and T are powers of 1024, as in Slurm and Docker; with a B they are powers of 1000.
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_WARNED: set[str] = set()
+_PACKAGES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+_WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
 def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) -> None:
@@ -30,12 +37,13 @@ def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) 
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
 
 
+# ---- Tensors.
+
+
 def check_features(function: str, **features: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
     for name, value in features.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}.")
-        check_layout(function, name, value)
+        _check_dense(function, name, value)
         if value.dim() != 2:
             help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
@@ -71,6 +79,15 @@ def check_features(function: str, **features: Tensor) -> None:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
 
 
+def _check_dense(function: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        convert = {"ndarray": "torch.from_numpy", "list": "torch.as_tensor", "tuple": "torch.as_tensor"}.get(kind)
+        help = f" Use {convert}({name})." if convert else ""
+        raise TypeError(f"{function}: {name} must be a tensor, got {kind}.{help}")
+    check_layout(function, name, value)
+
+
 def check_layout(function: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"{value.layout}"
@@ -82,8 +99,67 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
+def check_pairs(function: str, **features: Tensor) -> None:
+    """Features of as many rows: row i of one belongs with row i of the other."""
+    check_features(function, **features)
+    (first_name, first), (name, second) = features.items()
+    if len(first) != len(second):
+        raise ValueError(
+            f"{function}: {first_name} and {name} must have the same number of rows, because row i of one belongs with "
+            f"row i of the other; got {len(first)} and {len(second)}. Drop the ragged last batch in the loader, or "
+            "pass the pairs that exist."
+        )
+
+
+def check_not_empty(function: str, name: str, features: Tensor) -> None:
+    if len(features) == 0:
+        raise ValueError(
+            f"{function}: {name} must have at least one row, got shape {tuple(features.shape)}. Only a rank of a group "
+            "may bring none."
+        )
+
+
+def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
+    """None, or one number for every row of `rows`."""
+    if value is None:
+        return
+    _check_dense(function, name, value)
+    if value.shape != (len(rows),):
+        raise ValueError(
+            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
+            f"{tuple(value.shape)}."
+        )
+    kind, known, convert = (
+        ("integers", _INTEGERS, "long") if integers else ("real numbers", _FLOATS + _INTEGERS, "float")
+    )
+    if value.dtype not in known:
+        raise TypeError(
+            f"{function}: {name} must be {kind} ({_one_of(known)}), got {value.dtype}. Convert it with .{convert}()."
+        )
+    if value.device != rows.device:
+        raise ValueError(
+            f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
+            "Move it with .to()."
+        )
+
+
+def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
+    """One row of key per query, by default row i. `several` says what to do about several per query."""
+    if positives is None and len(key) < len(query):
+        raise ValueError(
+            f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
+            f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
+        )
+    if isinstance(positives, Tensor) and positives.dim() == 2:
+        raise ValueError(
+            f"{function}: positives must have one entry for every row of query, shape ({len(query)},), got "
+            f"{tuple(positives.shape)}. For several positives per query, {several}."
+        )
+    check_vector(function, "positives", positives, "query", query, integers=True)
+
+
 def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
-    """Forward-mode derivatives would be dropped without a word."""
+    """Forward-mode derivatives would be dropped silently."""
     if have_tangents(*inputs):
         raise ValueError(
             f"{function}: inputs must not carry forward-mode tangents, because the loss has a backward only. Use "
@@ -101,66 +177,7 @@ def _tangent(x: Tensor) -> Tensor | None:
     return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
 
 
-def check_rows(function: str, why: str, **features: Tensor) -> None:
-    (first_name, first), *others = features.items()
-    for name, value in others:
-        if len(value) != len(first):
-            raise ValueError(
-                f"{function}: {first_name} and {name} must have the same number of rows, because {why}; got "
-                f"{len(first)} and {len(value)}. Drop the ragged last batch in the loader, or pass the pairs that "
-                "exist."
-            )
-
-
-def check_not_empty(function: str, name: str, features: Tensor) -> None:
-    if len(features) == 0:
-        raise ValueError(
-            f"{function}: {name} must have at least one row, got shape {tuple(features.shape)}. Only a rank of a group "
-            "may bring none."
-        )
-
-
-def check_keys(function: str, query: Tensor, key: Tensor, positives: Tensor | None) -> None:
-    if positives is None and len(key) < len(query):
-        raise ValueError(
-            f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
-            f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
-        )
-
-
-def check_ways(function: str, exchange: str, overlap: bool, backend: str) -> None:
-    """The options about how a call is carried out."""
-    check_word(function, "exchange", exchange, ("auto", "ring", "gather"))
-    check_word(function, "overlap", overlap, (True, False))
-    check_word(function, "backend", backend, ("auto", "eager", "triton"))
-
-
-def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
-    """None, or one number for every row of `rows`."""
-    if value is None:
-        return
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
-    check_layout(function, name, value)
-    if value.shape != (len(rows),):
-        raise ValueError(
-            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
-            f"{tuple(value.shape)}."
-        )
-    if integers and value.dtype not in _INTEGERS:
-        raise TypeError(
-            f"{function}: {name} must be integers ({_one_of(_INTEGERS)}), got {value.dtype}. Convert it with .long()."
-        )
-    if not integers and value.dtype not in _FLOATS + _INTEGERS:
-        raise TypeError(
-            f"{function}: {name} must be real numbers ({_one_of(_FLOATS + _INTEGERS)}), got {value.dtype}. "
-            "Convert it with .float()."
-        )
-    if value.device != rows.device:
-        raise ValueError(
-            f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
-            "Move it with .to()."
-        )
+# ---- Numbers.
 
 
 def check_smoothing(function: str, value: float) -> float:
@@ -172,7 +189,7 @@ def check_smoothing(function: str, value: float) -> float:
     return numerator / denominator
 
 
-def scalar(function: str, name: str, value: float | Tensor) -> Tensor:
+def as_scalar(function: str, name: str, value: Scalar) -> Tensor:
     """As a floating 0-d or [1] tensor; a Python number keeps all its digits."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1:
@@ -190,8 +207,8 @@ def scalar(function: str, name: str, value: float | Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float64) * float(value)
 
 
-def scale_of(function: str, logit_scale: float | Tensor | None, temperature: float | Tensor | None) -> Tensor:
-    """The scale, from itself or from a temperature: exactly one is given."""
+def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar | None) -> Tensor:
+    """The scale, from itself or from a temperature. Exactly one of them must be given."""
     if (logit_scale is None) == (temperature is None):
         both = "neither" if logit_scale is None else "both"
         raise ValueError(
@@ -199,30 +216,85 @@ def scale_of(function: str, logit_scale: float | Tensor | None, temperature: flo
             "They say the same: logit_scale = 1 / temperature."
         )
     if logit_scale is not None:
-        if not torch.compiler.is_compiling() and isinstance(logit_scale, int | float) and 0 < logit_scale < 1:
-            warn_once(
-                function,
-                f"{function}: logit_scale={logit_scale} is below 1 and looks like a temperature. It multiplies the "
-                f"logits; if 1 / {logit_scale} is meant, pass temperature={logit_scale}.",
-            )
-        return scalar(function, "logit_scale", logit_scale)
+        scale = as_scalar(function, "logit_scale", logit_scale)
+        if _is_readable(logit_scale):
+            warn_scale(function, float(logit_scale), "logit_scale")
+        return scale
     assert temperature is not None
-    value = scalar(function, "temperature", temperature)
-    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
-        raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
+    value = as_scalar(function, "temperature", temperature)
     value = value if value.dtype == torch.float64 else value.float()
-    # A tensor's value is not looked at here: NaN has the operator refuse one that is not positive and finite.
+    if _is_readable(temperature):
+        check_temperature(function, float(temperature))
+        return value.reciprocal()
+    # Not looked at here: NaN has the loss refuse a temperature that is not positive and finite.
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def warn_once(function: str, message: str, stacklevel: int = 5) -> None:
-    """By default where a loss was called, in `scale_of`."""
-    if function not in _WARNED:
-        _WARNED.add(function)
-        warnings.warn(message, stacklevel=stacklevel)
+def _is_readable(value: Scalar) -> bool:
+    """Whether the host can look at it at once: not in an accelerator's memory, and not while something traces."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(value) not in (Tensor, torch.nn.Parameter) or value.device.type == "cpu"  # type: ignore[union-attr]
 
 
-def tile_of(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
+def check_temperature(function: str, temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
+    warn_scale(function, 1 / temperature, "temperature")
+
+
+def warn_scale(function: str, scale: float, given_as: str) -> None:
+    """Warn once if a scale is below 1. It was `given_as` a scale or as a temperature; the other was probably meant.
+
+    Not while compiling, where a warning would break the graph.
+    """
+    if torch.compiler.is_compiling() or not 0 < scale < 1:
+        return
+    if given_as == "temperature":
+        number = f"{1 / scale:.4g}"
+        problem = f"{number} is above 1 and looks like a logit_scale. It divides the logits"
+    else:
+        number = f"{scale:.4g}"
+        problem = f"{number} is below 1 and looks like a temperature. It multiplies the logits"
+    message = f"{given_as}={problem}; if 1 / {number} is meant, pass {given_as}=1 / {number}."
+    warn_once(function, given_as, message)
+
+
+def warn_once(function: str, kind: str, message: str) -> None:
+    """For every kind of warning, the first time, at the line that called the library."""
+    if (function, kind) not in _WARNED:
+        _WARNED.add((function, kind))
+        warnings.warn(f"{function}: {message}", stacklevel=_callers_frame()[1])
+
+
+def _callers_frame() -> tuple[FrameType | None, int]:
+    """The first frame outside of megabatch and torch, and its `stacklevel` for the function that calls this one."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
+def call_site() -> str:
+    """The line that called the library, such as "train.py:42, in step"; "" if unknown."""
+    frame = None if torch.compiler.is_compiling() else _callers_frame()[0]
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+
+
+# ---- How a call is carried out.
+
+
+def check_execution_options(function: str, options: ExecutionKeywords) -> None:
+    check_word(function, "exchange", options["exchange"], ("auto", "ring", "gather"))
+    check_word(function, "overlap", options["overlap"], (True, False))
+    check_word(function, "backend", options["backend"], ("auto", "eager", "triton"))
+
+
+def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
     if tile is None:
         return None
     sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
@@ -231,12 +303,12 @@ def tile_of(function: str, tile: int | tuple[int, int] | None, square: bool = Fa
     if min(sides) < 1:
         raise ValueError(f"{function}: tile must be at least 1, got {tile}. Leave it out to let the plan choose.")
     if square and sides[0] != sides[1]:
-        raise ValueError(f"{function}: tile must be square, because the plane is symmetric, got {tile}.")
+        raise ValueError(f"{function}: tile must be square, because the logits are symmetric, got {tile}.")
     return operator.index(sides[0]), operator.index(sides[1])
 
 
-def bytes_of(function: str, budget: int | str | None) -> int | None:
-    """A number of bytes, from itself or from words such as "512MiB"."""
+def parse_budget(function: str, budget: int | str | None) -> int | None:
+    """A number of bytes, from itself or from a size such as "512MiB" or "2G"."""
     if budget is None:
         return None
     size: int | None = None
@@ -250,7 +322,7 @@ def bytes_of(function: str, budget: int | str | None) -> int | None:
     if size is None:
         error = ValueError if isinstance(budget, str) else TypeError
         raise error(
-            f"{function}: memory_budget must be a whole number of bytes or a word like '512MiB' or '2GB', got "
+            f"{function}: memory_budget must be a whole number of bytes or a size like '512MiB', '2G' or '2GB', got "
             f"{budget!r}."
         )
     if size < 1:
@@ -258,11 +330,11 @@ def bytes_of(function: str, budget: int | str | None) -> int | None:
     return size
 
 
-def group_name(function: str, group: Group) -> str:
+def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
     """The name by which the group travels through an operator; "" for this process alone."""
     if group is None:
         return ""
-    if isinstance(group, EllipsisType):
+    if isinstance(group, LeftOut | EllipsisType):
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
@@ -285,7 +357,7 @@ def group_name(function: str, group: Group) -> str:
 
 
 def autocast_dtype(features: Tensor) -> str:
-    """Name of the dtype that autocast has float32 features multiplied in; "" where it has no say."""
+    """Name of the dtype in which autocast multiplies float32 features; "" if it does not."""
     if features.device.type == "cpu" or not _autocasts(features.device):
         return ""
     return str(torch.get_autocast_dtype(features.device.type)).removeprefix("torch.")

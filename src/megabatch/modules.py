@@ -4,55 +4,57 @@ The parameter `logit_scale` holds the logarithm, as in open_clip and transformer
 is cast to, and has shape [1], because FSDP2 shards no 0-d parameters.
 """
 
-import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from .checks import group_name
+from .checks import check_temperature, group_name, warn_scale
 from .distributed.ranks import refuse_together
 from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
-
-# Keywords of the functions that belong to a batch, not to a module.
-_OF_A_BATCH = {"logit_scale", "logit_bias", "temperature", "weight", "ids", "query_ids", "key_ids", "negative_ids"}
-_OF_A_BATCH |= {"negatives", "positives", "labels"}
+from .keywords import (
+    ClipModuleKeywords,
+    InfoNCEModuleKeywords,
+    LeftOut,
+    Scalar,
+    SigLipModuleKeywords,
+    SupConModuleKeywords,
+    complete,
+    with_keywords,
+)
 
 
 class _ContrastiveLoss(nn.Module):
-    """A loss function with its options and, unless told otherwise, the scale."""
+    """A loss function with its options and, unless `scale` is None, a scale of its own."""
 
     function: Callable[..., Loss]
 
-    def __init__(
-        self, init_logit_scale: float | None, learnable: bool, max_logit_scale: float | None, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, name: str, scale: float | None, options: Mapping[str, Any]) -> None:
         super().__init__()
-        name = type(self).__name__
-        parameters = inspect.signature(self.function).parameters.values()
-        known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - _OF_A_BATCH
         for option in options:
-            if option not in known:
-                in_forward = option in inspect.signature(self.forward).parameters
-                where = "Pass it to forward" if in_forward else f"Options are: {', '.join(sorted(known))}"
-                where = "Pass init_logit_scale=1 / temperature" if option == "temperature" else where
-                raise TypeError(f"{name}: {option} must be an option of {self.function.__name__}. {where}.")
-        if init_logit_scale is not None and not (init_logit_scale > 0 and math.isfinite(init_logit_scale)):
-            raise ValueError(f"{name}: the scale must be positive and finite, got {init_logit_scale}.")
+            if option in type(self).forward.__annotations__:
+                raise TypeError(f"{name}: {option} is not an option of the module. Pass it to forward.")
+            if option == "temperature":
+                raise TypeError(f"{name}: temperature is not an option. Pass init_logit_scale=1 / temperature.")
+        own = complete(name, options)
+        learnable, max_logit_scale, normalize = own["learnable"], own["max_logit_scale"], own["normalize"]
+        if scale is not None and not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"{name}: the scale must be positive and finite, got {scale}.")
         if max_logit_scale is not None and not max_logit_scale > 0:
             raise ValueError(f"{name}: max_logit_scale must be positive, got {max_logit_scale}.")
-        if learnable and (init_logit_scale or 0) > (max_logit_scale or math.inf):
+        if learnable and (scale or 0) > (max_logit_scale or math.inf):
             raise ValueError(
-                f"{name}: the scale must start at or below max_logit_scale, got {init_logit_scale} and "
-                f"{max_logit_scale}."
+                f"{name}: the scale must start at or below max_logit_scale, got {scale} and {max_logit_scale}."
             )
         self.max_logit_scale = max_logit_scale if learnable else None
-        self.options = options
-        self.logit_scale: nn.Parameter | None = None
-        if init_logit_scale is not None:
-            self.logit_scale = _parameter(math.log(init_logit_scale), learnable)
+        self.options = {} if normalize is None else {"normalize": normalize}
+        of_the_module = ("learnable", "max_logit_scale", "normalize")
+        self.options |= {option: value for option, value in options.items() if option not in of_the_module}
+        self.logit_scale = None if scale is None else _parameter(math.log(scale), learnable)
+        self.logit_bias: nn.Parameter | None = None
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that an optimiser should not decay."""
@@ -62,7 +64,7 @@ class _ContrastiveLoss(nn.Module):
         own = "none" if self.logit_scale is None else f"{self.logit_scale.detach().exp().item():.4g}"
         return ", ".join([f"logit_scale={own}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
-    def _scale(self, given: float | Tensor | None) -> float | Tensor | None:
+    def _scale(self, given: Scalar | None) -> Scalar | None:
         if self.logit_scale is None:
             if given is None:
                 self._refuse("logit_scale must be passed, because this module owns none.")
@@ -81,9 +83,9 @@ class _ContrastiveLoss(nn.Module):
             )
 
     def _refuse(self, why: str) -> None:
-        """On all ranks: the others are in the function that this one does not come to."""
+        """Raise on all ranks: the others have called the function, where they wait for this one."""
         function = type(self).function.__name__
-        with refuse_together(function, group_name(function, self.options.get("group", ...))):
+        with refuse_together(function, group_name(function, self.options.get("group", LeftOut.GROUP))):
             raise ValueError(f"{type(self).__name__}: {why}")
 
     def _run(self, *features: Tensor, output_dict: bool = False, **keywords: Any) -> Any:
@@ -115,78 +117,20 @@ def _parameter(value: float, learnable: bool) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value], dtype=torch.float32), requires_grad=learnable)
 
 
-class ClipLoss(_ContrastiveLoss):
-    """`clip_loss` as a module.
+class _ImageTextLoss(_ContrastiveLoss):
+    """A loss of images and texts, which may have a bias."""
 
-    Args:
-        init_logit_scale: The scale to start from. None: own none, take it in every forward.
-        learnable: Whether the scale is trained.
-        max_logit_scale: Upper bound, kept at the start of every forward in training. None: no bound.
-        options: Of `clip_loss`, but for those that belong to a batch (`weight`, `ids`).
-    """
-
-    function = staticmethod(clip_loss)
-
-    def __init__(
-        self,
-        init_logit_scale: float | None = 1 / 0.07,
-        *,
-        learnable: bool = True,
-        max_logit_scale: float | None = 100,
-        **options: Any,
-    ) -> None:
-        super().__init__(init_logit_scale, learnable, max_logit_scale, options)
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: float | Tensor | None = None,
-        logit_bias: float | Tensor | None = None,
-        output_dict: bool = False,
-        *,
-        weight: Tensor | None = None,
-        ids: Tensor | None = None,
-    ) -> Any:
-        """The loss, or {"contrastive_loss": loss} with `output_dict`."""
-        scale = self._scale(logit_scale)
-        keywords = {"logit_scale": scale, "logit_bias": logit_bias, "weight": weight, "ids": ids}
-        return self._run(image_features, text_features, output_dict=output_dict, **keywords)
-
-
-class SigLipLoss(_ContrastiveLoss):
-    """`siglip_loss` as a module.
-
-    Args:
-        init_logit_scale: The scale to start from. None: own neither scale nor bias, take them in every forward.
-        init_logit_bias: The bias to start from.
-        learnable: Whether the scale and the bias are trained.
-        max_logit_scale: Upper bound, kept at the start of every forward in training. None: no bound.
-        options: Of `siglip_loss`, but for those that belong to a batch (`weight`, `ids`).
-    """
-
-    function = staticmethod(siglip_loss)
-
-    def __init__(
-        self,
-        init_logit_scale: float | None = 10,
-        init_logit_bias: float = -10,
-        *,
-        learnable: bool = True,
-        max_logit_scale: float | None = 100,
-        **options: Any,
-    ) -> None:
-        super().__init__(init_logit_scale, learnable, max_logit_scale, options)
-        self.logit_bias: nn.Parameter | None = None
+    def __init__(self, name: str, init_logit_scale: float | None, options: Mapping[str, Any]) -> None:
         if init_logit_scale is not None:
-            self.logit_bias = _parameter(float(init_logit_bias), learnable)
+            warn_scale(name, init_logit_scale, "init_logit_scale")
+        super().__init__(name, init_logit_scale, options)
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: float | Tensor | None = None,
-        logit_bias: float | Tensor | None = None,
+        logit_scale: Scalar | None = None,
+        logit_bias: Scalar | None = None,
         output_dict: bool = False,
         *,
         weight: Tensor | None = None,
@@ -201,39 +145,60 @@ class SigLipLoss(_ContrastiveLoss):
         return self._run(image_features, text_features, output_dict=output_dict, **keywords)
 
 
-class _TemperatureLoss(_ContrastiveLoss):
-    """A loss that people configure by temperature: normalises and keeps it fixed, unless told otherwise."""
+@with_keywords
+class ClipLoss(_ImageTextLoss):
+    """`clip_loss` as a module.
+
+    Args:
+        init_logit_scale: The scale to start from. None: the module has no scale, pass it to every forward.
+    """
+
+    function = staticmethod(clip_loss)
+
+    def __init__(self, init_logit_scale: float | None = 1 / 0.07, **options: Unpack[ClipModuleKeywords]) -> None:
+        super().__init__("ClipLoss", init_logit_scale, options)
+
+
+@with_keywords
+class SigLipLoss(_ImageTextLoss):
+    """`siglip_loss` as a module.
+
+    Args:
+        init_logit_scale: The scale to start from. None: the module has no scale and no bias, pass both to forward.
+        init_logit_bias: The bias to start from.
+    """
+
+    function = staticmethod(siglip_loss)
 
     def __init__(
-        self,
-        temperature: float | None,
-        *,
-        learnable: bool = False,
-        max_logit_scale: float | None = 100,
-        normalize: bool | None = True,
-        **options: Any,
+        self, init_logit_scale: float | None = 10, init_logit_bias: float = -10, **options: Unpack[SigLipModuleKeywords]
     ) -> None:
-        if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"{type(self).__name__}: temperature must be positive and finite, got {temperature}.")
-        scale = None if temperature is None else 1 / temperature
-        super().__init__(scale, learnable, max_logit_scale, {"normalize": normalize, **options})
+        super().__init__("SigLipLoss", init_logit_scale, options)
+        if self.logit_scale is not None:
+            self.logit_bias = _parameter(float(init_logit_bias), self.logit_scale.requires_grad)
 
 
+class _TemperatureLoss(_ContrastiveLoss):
+    """A loss that is constructed with a temperature, by default fixed."""
+
+    def __init__(self, name: str, temperature: float | None, options: Mapping[str, Any]) -> None:
+        if temperature is not None:
+            check_temperature(name, temperature)
+        super().__init__(name, None if temperature is None else 1 / temperature, options)
+
+
+@with_keywords
 class InfoNCELoss(_TemperatureLoss):
     """`info_nce_loss` as a module.
 
     Args:
-        temperature: 1 / scale. None: own none, take `logit_scale` in every forward.
-        learnable: Whether it is trained, as the parameter `logit_scale`.
-        max_logit_scale: Upper bound of a learnable scale. None: no bound.
-        normalize: True: L2-normalise inside.
-        options: Of `info_nce_loss`, but for those that belong to a batch.
+        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
     """
 
     function = staticmethod(info_nce_loss)
 
-    def __init__(self, temperature: float | None = 0.05, **options: Any) -> None:
-        super().__init__(temperature, **options)
+    def __init__(self, temperature: float | None = 0.05, **options: Unpack[InfoNCEModuleKeywords]) -> None:
+        super().__init__("InfoNCELoss", temperature, options)
 
     def forward(
         self,
@@ -241,7 +206,7 @@ class InfoNCELoss(_TemperatureLoss):
         key: Tensor,
         negatives: Tensor | None = None,
         *,
-        logit_scale: float | Tensor | None = None,
+        logit_scale: Scalar | None = None,
         positives: Tensor | None = None,
         weight: Tensor | None = None,
         query_ids: Tensor | None = None,
@@ -250,42 +215,31 @@ class InfoNCELoss(_TemperatureLoss):
         output_dict: bool = False,
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
-        return self._run(
-            query,
-            key,
-            output_dict=output_dict,
-            logit_scale=self._scale(logit_scale),
-            negatives=negatives,
-            positives=positives,
-            weight=weight,
-            query_ids=query_ids,
-            key_ids=key_ids,
-            negative_ids=negative_ids,
-        )
+        ids = {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids}
+        keywords = {"negatives": negatives, "positives": positives, "weight": weight, **ids}
+        scale = self._scale(logit_scale)
+        return self._run(query, key, output_dict=output_dict, logit_scale=scale, **keywords)
 
 
+@with_keywords
 class NTXentLoss(_TemperatureLoss):
     """`nt_xent_loss` as a module.
 
     Args:
-        temperature: 1 / scale. None: own none, take `logit_scale` in every forward.
-        learnable: Whether it is trained, as the parameter `logit_scale`.
-        max_logit_scale: Upper bound of a learnable scale. None: no bound.
-        normalize: True: L2-normalise inside.
-        options: Of `nt_xent_loss`, but for those that belong to a batch (`weight`, `ids`).
+        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
     """
 
     function = staticmethod(nt_xent_loss)
 
-    def __init__(self, temperature: float | None = 0.5, **options: Any) -> None:
-        super().__init__(temperature, **options)
+    def __init__(self, temperature: float | None = 0.5, **options: Unpack[InfoNCEModuleKeywords]) -> None:
+        super().__init__("NTXentLoss", temperature, options)
 
     def forward(
         self,
         view1: Tensor,
         view2: Tensor,
         *,
-        logit_scale: float | Tensor | None = None,
+        logit_scale: Scalar | None = None,
         weight: Tensor | None = None,
         ids: Tensor | None = None,
         output_dict: bool = False,
@@ -295,28 +249,25 @@ class NTXentLoss(_TemperatureLoss):
         return self._run(view1, view2, output_dict=output_dict, logit_scale=scale, weight=weight, ids=ids)
 
 
+@with_keywords
 class SupConLoss(_TemperatureLoss):
     """`supcon_loss` as a module.
 
     Args:
-        temperature: 1 / scale. None: own none, take `logit_scale` in every forward.
-        learnable: Whether it is trained, as the parameter `logit_scale`.
-        max_logit_scale: Upper bound of a learnable scale. None: no bound.
-        normalize: True: L2-normalise inside.
-        options: Of `supcon_loss`, but for those that belong to a batch (`weight`).
+        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
     """
 
     function = staticmethod(supcon_loss)
 
-    def __init__(self, temperature: float | None = 0.1, **options: Any) -> None:
-        super().__init__(temperature, **options)
+    def __init__(self, temperature: float | None = 0.1, **options: Unpack[SupConModuleKeywords]) -> None:
+        super().__init__("SupConLoss", temperature, options)
 
     def forward(
         self,
         features: Tensor,
         labels: Tensor,
         *,
-        logit_scale: float | Tensor | None = None,
+        logit_scale: Scalar | None = None,
         weight: Tensor | None = None,
         output_dict: bool = False,
     ) -> Any:

@@ -1,19 +1,35 @@
 """The losses again, dense and in plain torch: what each of them means.
 
-Every function here has the signature of its twin in `megabatch` and, up to rounding, its value and gradients; it forms
+Every function here has the signature of its twin in `megabatch` and, up to rounding, its value and gradients. It forms
 the whole matrix of logits, and the gradients are autograd's own. Use it to look up a meaning or to check a result.
 Options about how a loss is computed (`grad_reduction`, `exchange`, `overlap`, `tile`, `memory_budget`, `backend`) are
-accepted and change nothing; `group` must be one process: gather the rows first.
+accepted and change nothing. `group` must be one process: gather the rows first.
 
-Letters, in this file: N rows, M columns, K extra negatives, D width; s[i, j] is the logit of row i and column j.
-A pair is *positive*, or it is a negative, or it is not *valid* and then does not count at all.
+Letters in this file: N rows, M columns, K extra negatives, D width; s[i, j] is the logit of row i and column j.
+A pair is *positive*, or it is a negative, or it is not *valid* and does not count at all.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
+
+from .keywords import (
+    ClipKeywords,
+    ExecutionKeywords,
+    InfoNCEKeywords,
+    LeftOut,
+    LogitScale,
+    LossKeywords,
+    Scalar,
+    SearchKeywords,
+    SigLipKeywords,
+    SupConKeywords,
+    complete,
+    with_keywords,
+)
 
 __all__ = [
     "clip_loss",
@@ -25,31 +41,17 @@ __all__ = [
     "supcon_loss",
 ]
 
-Scalar = float | Tensor
 Result = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
+@with_keywords
 def clip_loss(
     image_features: Tensor,
     text_features: Tensor,
-    logit_scale: Scalar | None = None,
+    logit_scale: LogitScale = None,
     *,
     logit_bias: Scalar | None = None,
-    temperature: Scalar | None = None,
-    normalize: bool | None = None,
-    label_smoothing: float = 0.0,
-    weight: Tensor | None = None,
-    ids: Tensor | None = None,
-    same_ids: str = "mask",
-    reduction: str = "mean",
-    return_stats: bool = False,
-    group: Any = ...,
-    grad_reduction: str = "mean",
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    **options: Unpack[ClipKeywords],
 ) -> Result:
     """Image-text contrastive loss, the mean of both directions.
 
@@ -60,17 +62,16 @@ def clip_loss(
     A softmax does not see a bias, so `logit_bias` changes nothing; its gradient is zero. Rows with one id are no
     negatives of each other ("mask") or are positives of each other ("positive").
     """
-    _check("clip_loss", logit_scale, temperature, reduction, same_ids, group)
-    s = _logits(_features(image_features, normalize), _features(text_features, normalize), logit_scale, temperature)
+    options = _complete("clip_loss", logit_scale, options)
+    s = _logits(image_features, text_features, logit_scale, options)
     if logit_bias is not None:
         s = s + 0 * _scalar(logit_bias, s)
-    positive, valid = _relation(_one_hot(s), _equal(ids, ids, s), same_ids)
-    image, text = _softmax(s, positive, valid, label_smoothing), _softmax(s.T, positive.T, valid.T, label_smoothing)
+    positive, valid = _relation(_one_hot(s), _equal(options["ids"], options["ids"], s), options["same_ids"])
+    image = _softmax(s, positive, valid, options["label_smoothing"])
+    text = _softmax(s.T, positive.T, valid.T, options["label_smoothing"])
     return _finish(
-        (image.loss + text.loss) / 2,
-        weight,
-        reduction,
-        return_stats,
+        options,
+        loss=(image.loss + text.loss) / 2,
         loss_image_to_text=image.loss,
         loss_text_to_image=text.loss,
         accuracy=(image.accuracy + text.accuracy) / 2,
@@ -80,30 +81,15 @@ def clip_loss(
     )
 
 
+@with_keywords
 def info_nce_loss(
     query: Tensor,
     key: Tensor,
-    logit_scale: Scalar | None = None,
+    logit_scale: LogitScale = None,
     *,
     negatives: Tensor | None = None,
     positives: Tensor | None = None,
-    temperature: Scalar | None = None,
-    normalize: bool | None = None,
-    label_smoothing: float = 0.0,
-    weight: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    negative_ids: Tensor | None = None,
-    same_ids: str = "mask",
-    reduction: str = "mean",
-    return_stats: bool = False,
-    group: Any = ...,
-    grad_reduction: str = "mean",
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    **options: Unpack[InfoNCEKeywords],
 ) -> Result:
     """Each query against every key and every extra negative, one direction.
 
@@ -114,41 +100,25 @@ def info_nce_loss(
     A query and a column with one id are no negatives ("mask") or are positives ("positive"). Extra negatives take part
     in this only where `negative_ids` says what they are.
     """
-    _check("info_nce_loss", logit_scale, temperature, reduction, same_ids, group)
+    options = _complete("info_nce_loss", logit_scale, options)
     if negatives is None:
         negatives = key[:0]
-    columns = torch.cat([_features(key, normalize), _features(negatives, normalize)])
-    s = _logits(_features(query, normalize), columns, logit_scale, temperature)
-    same = torch.cat(
-        [_equal(query_ids, key_ids, s[:, : len(key)]), _equal(query_ids, negative_ids, s[:, len(key) :])], dim=1
-    )
-    positive, valid = _relation(_one_hot(s, positives), same, same_ids)
-    rows = _softmax(s, positive, valid, label_smoothing)
-    return _finish(
-        rows.loss, weight, reduction, return_stats, accuracy=rows.accuracy, positive_logit=rows.positive_logit
-    )
+    s = _logits(query, torch.cat([_float(key), _float(negatives)]), logit_scale, options)
+    same_key = _equal(options["query_ids"], options["key_ids"], s[:, : len(key)])
+    same_negative = _equal(options["query_ids"], options["negative_ids"], s[:, len(key) :])
+    same = torch.cat([same_key, same_negative], dim=1)
+    positive, valid = _relation(_one_hot(s, positives), same, options["same_ids"])
+    rows = _softmax(s, positive, valid, options["label_smoothing"])
+    return _finish(options, **rows._asdict())
 
 
+@with_keywords
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
-    logit_scale: Scalar | None = None,
+    logit_scale: LogitScale = None,
     logit_bias: Scalar | None = None,
-    *,
-    temperature: Scalar | None = None,
-    normalize: bool | None = None,
-    weight: Tensor | None = None,
-    ids: Tensor | None = None,
-    same_ids: str = "mask",
-    reduction: str = "mean",
-    return_stats: bool = False,
-    group: Any = ...,
-    grad_reduction: str = "mean",
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    **options: Unpack[SigLipKeywords],
 ) -> Result:
     """Every pair for itself: is it a match or not.
 
@@ -158,18 +128,16 @@ def siglip_loss(
 
     Pairs of rows with one id are dropped ("mask") or are matches ("positive").
     """
-    _check("siglip_loss", logit_scale, temperature, reduction, same_ids, group)
-    s = _logits(_features(image_features, normalize), _features(text_features, normalize), logit_scale, temperature)
+    options = _complete("siglip_loss", logit_scale, options)
+    s = _logits(image_features, text_features, logit_scale, options)
     if logit_bias is not None:
         s = s + _scalar(logit_bias, s)
-    positive, valid = _relation(_one_hot(s), _equal(ids, ids, s), same_ids)
+    positive, valid = _relation(_one_hot(s), _equal(options["ids"], options["ids"], s), options["same_ids"])
     pair_loss = -F.logsigmoid(torch.where(positive, s, -s))
     image, text = _accuracy(s, positive, valid), _accuracy(s.T, positive.T, valid.T)
     return _finish(
-        _sum(pair_loss, valid),
-        weight,
-        reduction,
-        return_stats,
+        options,
+        loss=_sum(pair_loss, valid),
         accuracy=(image + text) / 2,
         accuracy_image_to_text=image,
         accuracy_text_to_image=text,
@@ -177,26 +145,9 @@ def siglip_loss(
     )
 
 
+@with_keywords
 def nt_xent_loss(
-    view1: Tensor,
-    view2: Tensor,
-    logit_scale: Scalar | None = None,
-    *,
-    temperature: Scalar | None = None,
-    normalize: bool | None = None,
-    label_smoothing: float = 0.0,
-    weight: Tensor | None = None,
-    ids: Tensor | None = None,
-    same_ids: str = "mask",
-    reduction: str = "mean",
-    return_stats: bool = False,
-    group: Any = ...,
-    grad_reduction: str = "mean",
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, **options: Unpack[ClipKeywords]
 ) -> Result:
     """SimCLR's loss: all 2N rows are anchors, and each must find its other view among the 2N - 1 others.
 
@@ -208,39 +159,19 @@ def nt_xent_loss(
 
     `weight` and `ids` are given once per row and hold for both views.
     """
-    _check("nt_xent_loss", logit_scale, temperature, reduction, same_ids, group)
-    x = torch.cat([_features(view1, normalize), _features(view2, normalize)])
-    s = _logits(x, x, logit_scale, temperature)
+    options = _complete("nt_xent_loss", logit_scale, options)
+    x = torch.cat([_float(view1), _float(view2)])
+    s = _logits(x, x, logit_scale, options)
     itself = _one_hot(s)
-    if ids is not None:
-        ids = torch.cat([ids, ids])
-    if weight is not None:
-        weight = torch.cat([weight, weight])
-    positive, valid = _relation(itself.roll(len(view1), dims=1), _equal(ids, ids, s) & ~itself, same_ids)
-    rows = _softmax(s, positive, valid & ~itself, label_smoothing)
-    return _finish(
-        rows.loss, weight, reduction, return_stats, accuracy=rows.accuracy, positive_logit=rows.positive_logit
-    )
+    ids, options["weight"] = _twice(options["ids"]), _twice(options["weight"])
+    positive, valid = _relation(itself.roll(len(view1), dims=1), _equal(ids, ids, s) & ~itself, options["same_ids"])
+    rows = _softmax(s, positive, valid & ~itself, options["label_smoothing"])
+    return _finish(options, **rows._asdict())
 
 
+@with_keywords
 def supcon_loss(
-    features: Tensor,
-    labels: Tensor,
-    logit_scale: Scalar | None = None,
-    *,
-    temperature: Scalar | None = None,
-    normalize: bool | None = None,
-    label_smoothing: float = 0.0,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    return_stats: bool = False,
-    group: Any = ...,
-    grad_reduction: str = "mean",
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    features: Tensor, labels: Tensor, logit_scale: LogitScale = None, **options: Unpack[SupConKeywords]
 ) -> Result:
     """Supervised contrastive loss (Khosla et al., "out"): an anchor's positives are the other rows of its label.
 
@@ -252,79 +183,83 @@ def supcon_loss(
 
     Anchors without positives are left out of the mean; if no anchor has any, the loss is 0.
     """
-    _check("supcon_loss", logit_scale, temperature, reduction, "positive", group)
-    x = _features(features, normalize)
-    s = _logits(x, x, logit_scale, temperature)
+    options = _complete("supcon_loss", logit_scale, options)
+    s = _logits(features, features, logit_scale, options)
     itself = _one_hot(s)
     positive = _equal(labels, labels, s) & ~itself
-    rows = _softmax(s, positive, ~itself, label_smoothing)
-    # An anchor without positives weighs nothing.
-    weight = (torch.ones_like(rows.loss) if weight is None else weight) * positive.any(1)
-    return _finish(
-        rows.loss, weight, reduction, return_stats, accuracy=rows.accuracy, positive_logit=rows.positive_logit
-    )
+    rows = _softmax(s, positive, ~itself, options["label_smoothing"])
+    weight = torch.ones_like(rows.loss) if options["weight"] is None else options["weight"]
+    options["weight"] = weight * positive.any(1)  # 0 for an anchor without positives
+    return _finish(options, **rows._asdict())
 
 
+@with_keywords
 def retrieval_ranks(
-    query: Tensor,
-    key: Tensor,
-    *,
-    positives: Tensor | None = None,
-    normalize: bool | None = False,
-    group: Any = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    query: Tensor, key: Tensor, *, positives: Tensor | None = None, **options: Unpack[SearchKeywords]
 ) -> Tensor:
-    """How many keys score strictly above each query's positive: 0 means it was found first.
+    """How many keys score above each query's positive: 0 means it was found first.
 
-        s = query @ key.T
-        (s > s[torch.arange(N), positives][:, None]).sum(1)
+        s = query @ key.T                                   # in float64
+        bound = 2 * D * eps * |query| * max |key|           # [N, 1], twice the rounding error of a score
+        (s > s[torch.arange(N), positives][:, None] + bound).sum(1)
 
-    `positives` holds a row of `key` per query, by default row i. Keys that score the same as the positive do not count.
-    A query whose positive scores NaN gets M: it was not found.
+    `positives` holds a row of `key` per query, by default row i. Keys that score the same as the positive do not count:
+    the rounding error is allowed for, so that equal keys tie. A query whose positive scores NaN gets M: it was not
+    found. Rows that are not finite count as length 0 in the bound.
     """
-    _check_group("retrieval_ranks", group)
-    s = _logits(_features(query, normalize), _features(key, normalize))
+    options = complete("retrieval_ranks", options)
+    _check_group("retrieval_ranks", options)
+    query, key = (_features(x.double(), options["normalize"]) for x in (query, key))
+    s = _product(query, key)
     if positives is None:
         positives = torch.arange(len(s), device=s.device)
-    bar = s.gather(1, positives[:, None].long())
-    return (s > bar).sum(1).masked_fill(bar[:, 0].isnan(), len(key))
+    positive_score = s.gather(1, positives[:, None].long())
+    query_length, key_length = (torch.linalg.vector_norm(x, dim=1).nan_to_num(0, 0) for x in (query, key))
+    bound = 2 * key.shape[1] * torch.finfo(torch.float64).eps * query_length[:, None] * key_length.amax()
+    above = (s > positive_score + bound).sum(1)
+    return above.masked_fill(positive_score[:, 0].isnan(), len(key))
 
 
+@with_keywords
 def similarity_topk(
     query: Tensor,
     key: Tensor,
     k: int,
     *,
-    normalize: bool | None = False,
-    group: Any = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    exclude: Tensor | tuple[Tensor, Tensor] | None = None,
+    **options: Unpack[SearchKeywords],
 ) -> tuple[Tensor, Tensor]:
     """The k best keys of each query.
 
-        (query @ key.T).topk(k, dim=1)
+        (query @ key.T).masked_fill(excluded, -inf).topk(k, dim=1)
 
-    Returns (values, indices), both [N, k], best first.
+    `exclude` says which keys a query never gets: an integer tensor `[N]`, the row of `key` to leave out for each query
+    (its positive), or a pair (query_ids, key_ids) of integer tensors, `[N]` and `[M]`, to leave out the keys that have
+    the query's id. If fewer than k keys are left, the rest of the row holds -inf and index -1.
+
+    Returns:
+        Values and indices, both [N, k], best first.
     """
-    _check_group("similarity_topk", group)
-    values, indices = _logits(_features(query, normalize), _features(key, normalize)).topk(k, dim=1)
-    return values, indices
+    options = complete("similarity_topk", options)
+    _check_group("similarity_topk", options)
+    s = _product(*(_features(x, options["normalize"]) for x in (query, key)))
+    numbers = torch.arange(len(key), device=key.device)
+    query_ids, key_ids = exclude if isinstance(exclude, tuple) else (exclude, numbers)
+    excluded = _equal(query_ids, key_ids, s)
+    values, indices = s.masked_fill(excluded, -torch.inf).topk(k, dim=1)
+    return values, indices.masked_fill(excluded.gather(1, indices), -1)
 
 
 # What goes in: features, scale, logits.
 
 
 def _features(x: Tensor, normalize: bool | None) -> Tensor:
-    """Half precision becomes float32 before anything else; float64 stays. Normalise there if asked to."""
-    x = x if x.dtype == torch.float64 else x.float()
-    return F.normalize(x, dim=1) if normalize else x
+    return F.normalize(_float(x), dim=1) if normalize else _float(x)
+
+
+def _float(x: Tensor) -> Tensor:
+    """float32 for half precision, before anything else; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _scalar(value: Scalar, like: Tensor) -> Tensor:
@@ -332,16 +267,22 @@ def _scalar(value: Scalar, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(())
 
 
-def _logits(
-    rows: Tensor, columns: Tensor, logit_scale: Scalar | None = None, temperature: Scalar | None = None
-) -> Tensor:
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
     with torch.autocast(rows.device.type, enabled=False):  # logits are never half precision
-        s = rows @ columns.T
+        return rows @ columns.T
+
+
+def _logits(rows: Tensor, columns: Tensor, logit_scale: Scalar | None, options: LossKeywords) -> Tensor:
+    s = _product(_features(rows, options["normalize"]), _features(columns, options["normalize"]))
     if logit_scale is not None:
         s = _scalar(logit_scale, s) * s
-    if temperature is not None:
-        s = s / _scalar(temperature, s)
+    if options["temperature"] is not None:
+        s = s / _scalar(options["temperature"], s)
     return s
+
+
+def _twice(values: Tensor | None) -> Tensor | None:
+    return None if values is None else torch.cat([values, values])
 
 
 # Which pairs are what.
@@ -399,9 +340,9 @@ def _mean(values: Tensor, where: Tensor) -> Tensor:
     return _sum(values, where) / where.sum(1).clamp(min=1)
 
 
-def _finish(loss: Tensor, weight: Tensor | None, reduction: str, return_stats: bool, **statistics: Tensor) -> Result:
-    """Weigh the rows and put them together; each statistic is a value per row too."""
-    weight = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)
+def _finish(options: LossKeywords, *, loss: Tensor, **statistics: Tensor) -> Result:
+    """Weight the rows and reduce them; each statistic is a value per row too."""
+    weight = torch.ones_like(loss) if options["weight"] is None else options["weight"].to(loss.dtype)
     total = weight.sum()
     total = torch.where(total > 0, total, 1)
 
@@ -409,37 +350,33 @@ def _finish(loss: Tensor, weight: Tensor | None, reduction: str, return_stats: b
         return (weight * per_row).sum() / total
 
     weighted = weight * loss
-    result = {"none": weighted, "sum": weighted.sum(), "mean": mean(loss)}[reduction]
-    if not return_stats:
+    result = {"none": weighted, "sum": weighted.sum(), "mean": mean(loss)}[options["reduction"]]
+    if not options["return_stats"]:
         return result
     return result, {name: mean(per_row).detach() for name, per_row in {"loss": loss, **statistics}.items()}
 
 
 # What is refused.
 
+_Options = TypeVar("_Options", bound=LossKeywords)
 
-def _check(
-    name: str,
-    logit_scale: Scalar | None,
-    temperature: Scalar | None,
-    reduction: str,
-    same_ids: str,
-    group: Any,
-) -> None:
-    if (logit_scale is None) == (temperature is None):
+
+def _complete(name: str, logit_scale: Scalar | None, given: _Options) -> _Options:
+    options = complete(name, given)
+    if (logit_scale is None) == (options["temperature"] is None):
         got = "neither" if logit_scale is None else "both"
         raise ValueError(f"{name}: exactly one of logit_scale and temperature must be given, got {got}.")
-    for option, value, words in [
-        ("reduction", reduction, ("mean", "sum", "none")),
-        ("same_ids", same_ids, ("mask", "positive")),
-    ]:
+    for option, words in {"reduction": ("mean", "sum", "none"), "same_ids": ("mask", "positive")}.items():
+        value = options.get(option, words[0])
         if value not in words:
             raise ValueError(f"{name}: {option} must be one of {words}, got {value!r}.")
-    _check_group(name, group)
+    _check_group(name, options)
+    return options
 
 
-def _check_group(name: str, group: Any) -> None:
-    if group is not ... and group is not None and group.size() > 1:
+def _check_group(name: str, options: ExecutionKeywords) -> None:
+    group: Any = options["group"]
+    if group not in (None, ..., LeftOut.GROUP) and group.size() > 1:
         raise ValueError(
             f"{name}: group must be one process in the dense reference, got {group.size()} ranks. "
             f"Gather the rows first and pass group=None."

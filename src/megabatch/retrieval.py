@@ -1,113 +1,85 @@
-"""Ranks and nearest keys, over the same tiles as the losses: no matrix of scores is held.
-
-All tiles have one shape, the last ones padded with zeros: a matrix product rounds by the shape of its operands and the
-place in them, and equal keys must get equal scores.
-"""
+"""Ranks and nearest keys over the same tiles as the losses: the matrix of scores is never held."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .backends.backend import Backend
+from .backends.backend import Backend, float32_precision
 from .backends.select import select
 from .checks import (
-    Group,
-    bytes_of,
+    check_execution_options,
     check_features,
-    check_keys,
     check_not_empty,
+    check_positives,
     check_vector,
-    check_ways,
     check_word,
     group_name,
-    tile_of,
+    parse_budget,
+    parse_tile,
 )
-from .distributed.collectives import Ranks, kind_of, refused_together
-from .distributed.parcel import Parcel
-from .distributed.ring import Cargo, Turn, pack
-from .losses.block import Block, Tile
+from .distributed.ranks import Ranks, feature_facts, refuse_together
+from .keywords import LeftOut, SearchKeywords, complete, with_keywords
+from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
-from .tiling.plan import Plan
-from .tiling.values import check_positives, compute_dtype, inverse_lengths
-from .tiling.walk import walk
+from .tiling.guards import Norms, check_indices, inverse_norms, row_norms
+from .tiling.handshake import RankInfo
+from .tiling.layout import Layout
+from .tiling.options import LossInputs, compute_dtype
 
-PADDING = 64  # sides of a tile are multiples of it, so that no product has ragged edges
-SIDE = 2048
+SIDE, SMALLEST_SIDE = 2048, 64
+PAIRS_AT_ONCE = 2**21  # elements of features, where single pairs are scored again
+Exclude = Tensor | tuple[Tensor, Tensor] | None
 
 
+@with_keywords
 @torch.no_grad()
 def retrieval_ranks(
-    query: Tensor,
-    key: Tensor,
-    *,
-    positives: Tensor | None = None,
-    normalize: bool = False,
-    group: Group = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    query: Tensor, key: Tensor, *, positives: Tensor | None = None, **options: Unpack[SearchKeywords]
 ) -> Tensor:
     """How many keys score above each query's positive, without the matrix of scores; 0 means it comes first.
 
-    Equals, for scores whose equal keys are rounded equally,
+    Equals, but for rounding,
 
         scores = query @ key.T
         (scores > scores.gather(1, positives[:, None])).sum(1)
 
-    so that recall at k is `(ranks < k).float().mean()`. Keys that score the same as the positive do not count.
+    so that recall at k is `(ranks < k).float().mean()`. Keys whose scores equal the positive's do not count. A key
+    within the rounding error of the positive is scored again in float64, so equal keys tie on every machine.
 
     Args:
         query: `[N, D]`.
         key: `[M, D]`, M at least N unless `positives` is given.
-        positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i.
-        normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `positives` are
-            rows of this rank's `key`.
-        exchange, overlap: As for the losses.
-        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
-        memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto", "eager" or "triton".
+        positives: `[N]` integers: the row of this rank's `key` that belongs with each query. Default: row i.
 
     Returns:
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, group)
-    with refused_together(name, ranks):
-        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
-        check_vector(name, "positives", positives, "query", query, integers=True)
-        check_keys(name, query, key, positives)
+    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    with refuse_together(name, ranks):
+        search = _Search(name, query, key, ranks, complete(name, options))
+        check_positives(name, positives, query, key, "rank each column of positives by itself")
         if positives is None:
             positives = torch.arange(len(query), device=query.device)
-        check_positives(name, positives, len(key))
-    scores.meet()
-    positives = positives.long() + scores.start
-    bar = torch.empty(len(query), dtype=scores.compute, device=query.device)
+        check_indices(name, "positives", positives, len(key))
+    search.connect()
+    queries, keys = search.layout.rows[0], search.layout.columns[0]
+    score = search.pair_scores(queries, torch.arange(len(query), device=query.device), keys, positives.long())
     above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    for strip in scores.strips():
-        rows = strip[0].rows
-        scores.fill_in(strip, positives, bar)
-        for crossing in strip:
-            rows.of(above).add_(scores.count_above(scores.of(crossing), rows.of(bar)))
-    return torch.where(bar.isnan(), scores.num_keys, above)
+    for tile, scores in search.tiles():
+        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+        search.count_above(tile, scores, score[rows], above[rows])
+    return torch.where(score.isnan(), search.num_keys, above)
 
 
+@with_keywords
 @torch.no_grad()
 def similarity_topk(
-    query: Tensor,
-    key: Tensor,
-    k: int,
-    *,
-    normalize: bool = False,
-    group: Group = ...,
-    exchange: str = "auto",
-    overlap: bool = True,
-    tile: int | tuple[int, int] | None = None,
-    memory_budget: int | str | None = None,
-    backend: str = "auto",
+    query: Tensor, key: Tensor, k: int, *, exclude: Exclude = None, **options: Unpack[SearchKeywords]
 ) -> tuple[Tensor, Tensor]:
     """The k keys that score highest for each query, best first, without the matrix of scores.
 
@@ -117,169 +89,194 @@ def similarity_topk(
         query: `[N, D]`.
         key: `[M, D]`.
         k: How many, 1 to M.
-        normalize: True: L2-normalise rows first, in float32.
-        group: As for the losses: all ranks' keys, in rank order; this rank's queries. `indices` count
-            the keys of all ranks.
-        exchange, overlap: As for the losses.
-        tile: Side, or (height, width), of a tile; rounded up to a multiple of 64.
-        memory_budget: Bytes, or a word like "512MiB", for tiles.
-        backend: "auto", "eager" or "triton".
+        exclude: Keys that are never returned, so that mining hard negatives is one call. `[N]` integers: the row of
+            this rank's `key` that is each query's positive. Or `(query_ids, key_ids)`, `[N]` and `[M]` integers: keys
+            with the query's id.
 
     Returns:
-        Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64.
+        Values, `[N, k]` float32 (float64 for float64 features), and indices, `[N, k]` int64. With a group, indices
+        count the keys of all ranks in rank order. Where fewer than k keys are left: -inf and -1.
     """
     name = "similarity_topk"
-    ranks = group_name(name, group)
-    with refused_together(name, ranks):
-        scores = _Scores(name, query, key, normalize, ranks, exchange, overlap, tile, memory_budget, backend)
+    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    with refuse_together(name, ranks):
+        search = _Search(name, query, key, ranks, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
-    scores.meet(k)
-    values = torch.full((len(query), k), -torch.inf, dtype=scores.compute, device=query.device)
-    indices = torch.zeros((len(query), k), dtype=torch.int64, device=query.device)
-    for strip in scores.strips():
-        best, where = strip[0].rows.of(values), strip[0].rows.of(indices)
-        for crossing in strip:
-            candidates = scores.of(crossing)
-            # Few rows of a late tile still hold one of their query's best. NaN counts as best, as in torch.topk.
-            behind = (~(candidates.amax(1) <= best[:, -1])).nonzero()[:, 0]
-            found, column = candidates[behind].topk(min(k, candidates.shape[1]))
-            best[behind], place = torch.cat([best[behind], found], 1).topk(k)
-            where[behind] = torch.cat([where[behind], column + crossing.columns.start], 1).gather(1, place)
+        positives, query_ids, key_ids = _check_exclude(name, exclude, query, key)
+    search.connect(k, positives, query_ids, key_ids)
+    values = torch.full((len(query), k), -torch.inf, dtype=search.dtype, device=query.device)
+    indices = torch.full((len(query), k), -1, dtype=torch.int64, device=query.device)
+    for tile, scores in search.tiles():
+        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+        if exclude is not None:
+            _exclude(tile, scores)
+        _keep_best(values[rows], indices[rows], scores, tile.columns.offset)
     return values, indices
 
 
-class _Scores:
-    """The plane of this rank's queries and everyone's keys, in tiles of one shape."""
+def _check_exclude(
+    name: str, exclude: Exclude, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As positives, ids of queries and ids of keys."""
+    if isinstance(exclude, tuple | list):
+        if len(exclude) != 2:
+            raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
+        check_vector(name, "exclude[0]", exclude[0], "query", query, integers=True)
+        check_vector(name, "exclude[1]", exclude[1], "key", key, integers=True)
+        return None, exclude[0], exclude[1]
+    check_vector(name, "exclude", exclude, "query", query, integers=True)
+    if exclude is not None:
+        check_indices(name, "exclude", exclude, len(key))
+    return exclude, None, None
 
-    def __init__(
-        self,
-        name: str,
-        query: Tensor,
-        key: Tensor,
-        normalize: bool,
-        ranks: str,
-        exchange: str,
-        overlap: bool,
-        tile: int | tuple[int, int] | None,
-        memory_budget: int | str | None,
-        backend: str,
-    ) -> None:
+
+def _exclude(tile: Tile, scores: Tensor) -> None:
+    """-inf for the keys that must not be returned, and only for them."""
+    scores.clamp_min_(torch.finfo(scores.dtype).min)
+    if tile.rows.ids is not None and tile.columns.ids is not None:
+        scores.masked_fill_(tile.rows.ids[:, None] == tile.columns.ids, -torch.inf)
+    elif isinstance(tile.targets, IndexedTargets):
+        tile.targets.add(scores, torch.full_like(scores[:, 0], -torch.inf))
+
+
+def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int) -> None:
+    """Merge a tile into the best so far. An index of -1 is an empty slot, which any key that may be returned fills."""
+    k, lowest = values.shape[1], torch.finfo(scores.dtype).min
+    # Few rows of a late tile still hold one of their query's best. NaN counts as best, as in torch.topk.
+    rows = (~(scores.amax(1) <= values[:, -1]) | (indices[:, -1] < 0)).nonzero()[:, 0]
+    found, columns = scores[rows].topk(min(k, scores.shape[1]))
+    columns = torch.where(found == -torch.inf, -1, columns + offset)
+    found = torch.where(found == lowest, -torch.inf, found)
+    found, columns = torch.cat([values[rows], found], 1), torch.cat([indices[rows], columns], 1)
+    order = torch.where(columns < 0, -torch.inf, found.clamp_min(lowest)).topk(k).indices
+    values[rows], indices[rows] = found.gather(1, order), columns.gather(1, order)
+
+
+class _Search:
+    """This rank's queries against the keys of all ranks, tile by tile."""
+
+    def __init__(self, name: str, query: Tensor, key: Tensor, ranks: str, options: SearchKeywords) -> None:
         check_features(name, query=query, key=key)
         if not ranks:
             check_not_empty(name, "query", query)
             check_not_empty(name, "key", key)
-        check_word(name, "normalize", normalize, (True, False))
-        check_ways(name, exchange, overlap, backend)
-        self.name, self.query, self.key, self.normalize = name, query, key, normalize
-        self.exchange, self.overlap = exchange, overlap
+        self.normalize = options["normalize"]
+        check_word(name, "normalize", self.normalize, (True, False))
+        check_execution_options(name, options)
+        self.name, self.query, self.key, self.options = name, query, key, options
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
-        self.compute = compute_dtype(query)
-        chosen = select(name, backend, query.device, query.dtype)
-        self.tile, self.budget = tile_of(name, tile), bytes_of(name, memory_budget) or chosen.default_budget
-        product = query.dtype if chosen.multiplies_halves(query.device, normalize) else None
-        self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.compute, query.device, product=product)
+        chosen = select(name, options["backend"], query.device, query.dtype)
+        self.tile = parse_tile(name, options["tile"])
+        self.budget = parse_budget(name, options["memory_budget"]) or chosen.default_budget
+        norms = row_norms(query), row_norms(key)
+        self.inverse = tuple(inverse_norms(x) for x in norms) if self.normalize else (None, None)
+        self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
+        # A key of infinite length scores inf or NaN, which no rounding changes.
+        self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
+        self.dtype = compute_dtype(query)
+        operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else None
+        self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, query.device, operand_dtype=operand)
 
-    def meet(self, k: int | None = None) -> None:
-        """Learn how many keys every rank has, and plan accordingly."""
-        same = kind_of(self.key) | {"normalize": self.normalize, "exchange": self.exchange, "k": k}
-        guests = self.ranks.agree(same, {"keys": len(self.key), "budget": self.budget})
-        self.keys = [guest["keys"] for guest in guests]
-        self.num_keys = sum(self.keys)
+    def connect(
+        self,
+        k: int | None = None,
+        positives: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+    ) -> None:
+        """Learn how many keys every rank has, and lay out the tiles."""
+        exchange, given = (
+            self.options["exchange"],
+            "positives" if positives is not None else "ids" if key_ids is not None else "none",
+        )
+        same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": given}
+        mine = RankInfo(
+            rows=(len(self.query), len(self.key), 0),
+            dtypes=("", str(self.key.dtype).removeprefix("torch."), ""),
+            ids=(query_ids is not None, key_ids is not None, False),
+            max_norms=(0.0, self.max_key_norm, 0.0),
+            budget=self.budget,
+        )
+        infos = [RankInfo.from_facts(own) for own in self.ranks.handshake(same, asdict(mine))]
+        self.num_keys = sum(info.rows[1] for info in infos)
         if self.num_keys == 0:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
         if k is not None and not 1 <= k <= self.num_keys:
             raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
-        self.start = sum(self.keys[: self.ranks.rank])
         gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
-        fits = gathered <= min(guest["budget"] for guest in guests)
-        self.gathers = fits if self.exchange == "auto" else self.exchange == "gather"
-        with refused_together(self.name, self.ranks.name):
-            self.plan = Plan(*self._sides())
-        self.ranks.agree({}, {})
-        self._ones = torch.ones(self.plan.columns, dtype=self.compute, device=self.key.device)
+        fits = gathered <= min(info.budget or self.budget for info in infos)
+        self.layout = Layout(
+            LossInputs(self.query, self.key, row_ids=query_ids, column_ids=key_ids, positives=positives),
+            Spec("softmax"),
+            Norms((*self.inverse, None), mine.max_norms),
+            self.ranks,
+            infos,
+            overlap=self.options["overlap"],
+            gathers=fits if exchange == "auto" else exchange == "gather",
+        )
+        with refuse_together(self.name, self.ranks.name):
+            self.sides = self._sides(max(info.rows[1] for info in infos))
+        self.ranks.handshake({}, {})
+        self.ones = torch.ones(self.sides[1], dtype=self.dtype, device=self.key.device)
 
-    def _sides(self) -> tuple[int, int]:
-        """Height and width of a tile: multiples of the padding that fit the budget."""
-        element, width = self.compute.itemsize, self.query.shape[1]
-        longest = _padded(len(self.query)), _padded(max(self.keys))
-        sides = min(SIDE, longest[0]), min(SIDE, longest[1])
-        if self.tile is not None:
-            sides = min(_padded(self.tile[0]), longest[0]), min(_padded(self.tile[1]), longest[1])
+    def _sides(self, most_keys: int) -> tuple[int, int]:
+        """Height and width of a tile that fits the budget."""
+        height, width = self.tile or (SIDE, SIDE)
+        height, width = min(height, max(len(self.query), 1)), min(width, max(most_keys, 1))
 
-        def needed(sides: tuple[int, int]) -> int:
-            return element * (sides[0] * sides[1] + 2 * sum(sides) * width)
+        def needed() -> int:
+            return self.dtype.itemsize * (2 * height * width + 2 * (height + width) * self.query.shape[1])
 
-        while self.tile is None and needed(sides) > self.budget and max(sides) > PADDING:
-            sides = _padded(sides[0] // 2), _padded(sides[1] // 2)
-        if needed(sides) > self.budget:
+        while self.tile is None and needed() > self.budget and max(height, width) > SMALLEST_SIDE:
+            height, width = -(-height // 2), -(-width // 2)
+        if needed() > self.budget:
             raise ValueError(
-                f"{self.name}: memory_budget must be at least {needed(sides)} bytes for a tile of {sides[0]} x "
-                f"{sides[1]} and features of width {width}, got {self.budget}. The default is "
+                f"{self.name}: memory_budget must be at least {needed()} bytes for a tile of {height} x {width} and "
+                f"features of width {self.query.shape[1]}, got {self.budget}. The default is "
                 f"{self.backend.default_budget}."
             )
-        return sides
+        return height, width
 
-    def strips(self) -> Iterator[list[Tile]]:
-        """The tiles by strips of queries: first those of the own keys, then of every visiting rank's."""
-        rows = self._padded_strips(self.query, self.plan.rows)
-        for owner, keys in self._visits():
-            columns = self._padded_strips(keys, self.plan.columns, sum(self.keys[:owner]))
-            self._end = columns[0].start + len(keys) if columns else 0
-            yield from (strip for strip in walk(self.plan, rows, columns, symmetric=False) if strip)
+    def tiles(self) -> Iterator[tuple[Tile, Tensor]]:
+        """Every tile with its scores, which the next tile overwrites."""
+        with torch.autocast(self.key.device.type, enabled=False):
+            for tile in chain.from_iterable(self.layout.strips(*self.sides)):
+                yield tile, self.backend.scores(tile)
 
-    def _visits(self) -> Iterator[tuple[int, Tensor]]:
-        if self.ranks.size == 1:
-            yield 0, self.key
-            return
-        parcels = [Parcel(((self.key.dtype, (length, self.key.shape[1])),)) for length in self.keys]
-        own = pack(self.ranks.rank, parcels, [self.key], self.key.device)
-        sizes = [parcel.nbytes for parcel in parcels]
-        cargo = Cargo(own, sizes, [0] * len(sizes), merge=_nothing, take_home=_nothing)
-        for visit in Turn(self.ranks, self.ranks.size - 1, self.overlap, self.gathers).visits(cargo):
-            if visit.parcel is not None:
-                yield visit.owner, parcels[visit.owner].open(visit.parcel)[0]
-            elif not visit.again:
-                yield visit.owner, self.key
-
-    def _padded_strips(self, features: Tensor, side: int, offset: int = 0) -> list[Block]:
-        strips = []
-        for start, part in zip(range(0, len(features), side), torch.split(features, side), strict=False):
-            padded = torch.nn.functional.pad(part, (0, 0, 0, side - len(part))) if len(part) < side else part
-            strip = Block(padded, offset + start)
-            if self.normalize:
-                strip.inverse_norm = inverse_lengths(strip.features)
-            strips.append(strip)
-        return strips
-
-    def of(self, tile: Tile) -> Tensor:
-        """Scores of one tile, without its padding, until the next is asked for."""
-        with torch.autocast(tile.rows.features.device.type, enabled=False):
-            scores = self.backend.scores(tile)
-        return scores[: len(self.query) - tile.rows.start, : self._end - tile.columns.start]
-
-    def fill_in(self, strip: list[Tile], positives: Tensor, bar: Tensor) -> None:
-        """The positives' scores that are in this strip, from the same products that the others' come from."""
-        positives, bar = strip[0].rows.of(positives), strip[0].rows.of(bar)
-        for tile in strip:
-            column = positives - tile.columns.start
-            here = (column >= 0) & (positives < min(tile.columns.start + len(tile.columns), self._end))
-            if here.any():
-                scores = self.of(tile)
-                found = scores.gather(1, column.clamp_(0, scores.shape[1] - 1)[:, None])[:, 0]
-                bar.copy_(torch.where(here, found, bar))
-
-    def count_above(self, scores: Tensor, bar: Tensor) -> Tensor:
+    def count_above(self, tile: Tile, scores: Tensor, positive: Tensor, above: Tensor) -> None:
+        """Add the keys of a tile that score above the positive by more than rounding. `positive` is float64."""
+        norms = self.query_norm[tile.rows.offset : tile.rows.offset + len(tile.rows)].double() * tile.columns.max_norm
+        exact = 2 * self._error_bound(torch.float64) * norms
+        bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
+        below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))
         # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
-        above = torch.gt(scores, bar[:, None], out=scores)
-        with torch.autocast(scores.device.type, enabled=False):
-            return torch.mv(above, self._ones[: scores.shape[1]]).long()
+        flags, ones = torch.empty_like(scores), self.ones[: scores.shape[1]]
+        num_beyond = torch.mv(torch.gt(scores, beyond, out=flags), ones).long()
+        above += num_beyond
+        if self.dtype == torch.float64:
+            return
+        num_near = torch.mv(torch.ge(scores, below, out=flags), ones).long() - num_beyond
+        rows = num_near.nonzero()[:, 0]
+        near = (scores[rows] >= below[rows]) & (scores[rows] <= beyond[rows])
+        row, column = near.nonzero().unbind(1)
+        again = self.pair_scores(tile.rows, rows[row], tile.columns, column) > (positive + exact)[rows[row]]
+        above.index_add_(0, rows[row], again.long())
 
+    def _error_bound(self, dtype: torch.dtype) -> float:
+        """Of a dot product of width D by whatever order of additions, relative to the lengths of its factors."""
+        rounded = 2.0**-10 if dtype == torch.float32 and float32_precision(self.key.device) == "tf32" else 0.0
+        return (self.key.shape[1] + 8) * torch.finfo(dtype).eps + 2 * rounded
 
-def _padded(length: int) -> int:
-    return max(PADDING, -(-length // PADDING) * PADDING)
-
-
-def _nothing(*_: object) -> None:
-    """Scores are counted where they are computed: nobody adds anything up for a key."""
+    def pair_scores(self, queries: Block, row: Tensor, keys: Block, column: Tensor) -> Tensor:
+        """Scores of single pairs in float64: the same wherever a key stands."""
+        pairs: list[Tensor] = []
+        at_once = max(1, PAIRS_AT_ONCE // self.key.shape[1])
+        for rows, columns in zip(row.split(at_once), column.split(at_once), strict=True):
+            score = (queries.features[rows].double() * keys.features[columns].double()).sum(1)
+            for block, index in ((queries, rows), (keys, columns)):
+                if block.inverse_norm is not None:
+                    score = score * block.inverse_norm[index]
+            pairs.append(score)
+        return torch.cat(pairs)

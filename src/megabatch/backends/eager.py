@@ -52,7 +52,9 @@ class Eager(Backend):
 
     def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
         out = self._buffer("logits", tile.shape) if kept is None else shaped(kept.buffer, tile.shape)
-        mark = self._epilogue.statistics(tile, self._logits(tile, out), self._bound(tile), lambda: self._logits(tile, out))
+        mark = self._epilogue.statistics(
+            tile, self._logits(tile, out), self._bound(tile), lambda: self._logits(tile, out)
+        )
         if kept is not None:
             kept.mark = mark
 

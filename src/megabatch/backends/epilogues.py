@@ -114,9 +114,7 @@ class Softmax(_Epilogue):
                 piece["target"] = target_logits + own
         return pieces
 
-    def _sums(
-        self, tile: Tile, side: str, shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None
-    ) -> Piece:
+    def _sums(self, tile: Tile, side: str, shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None) -> Piece:
         """Sums of logits: of the positives by id and, for smoothing, of all that count."""
         piece: Piece = {}
         mask = self.positive_mask(id_mask)

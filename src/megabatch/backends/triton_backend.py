@@ -296,7 +296,10 @@ class Triton(Backend):
             "num_warps": settings.warps,
             "num_stages": settings.stages,
         }
-        plain = not (ids or spec.label_smoothing or self.stats or x_norm is not None) and self.operand_dtype != torch.float32
+        plain = (
+            not (ids or spec.label_smoothing or self.stats or x_norm is not None)
+            and self.operand_dtype != torch.float32
+        )
         self._launch(tile_kernel, down * across, arguments, roomy=not plain)
         if partial_sums is not None and sums:
             # A diagonal tile's slope is that of both halves of the plane, and both halves are in it.

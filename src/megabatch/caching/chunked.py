@@ -208,9 +208,9 @@ def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Modul
     if any(norm in written or norm.running_mean is None for norm in norms):
         checks.warn_once(
             "chunked",
-            "chunked: the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "
+            "batch norm",
+            "the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "
             "the whole batch, so chunks give other results than the batch would. Freeze it (.eval() on these layers), "
             "replace it by GroupNorm or LayerNorm, or synchronise it over ranks (SyncBatchNorm) to make up for small "
             "chunks. Running statistics are updated by the forward, once per chunk.",
-            stacklevel=6,
         )

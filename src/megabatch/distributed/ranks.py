@@ -59,9 +59,7 @@ class Ranks:
         """So far, in this group: the same number on all ranks."""
         return 0 if self.group is None else _handshakes.get(self.group, 0)
 
-    def handshake(
-        self, same: Facts, own: Facts, error: Exception | None = None, call_site: str = ""
-    ) -> list[Facts]:
+    def handshake(self, same: Facts, own: Facts, error: Exception | None = None, call_site: str = "") -> list[Facts]:
         """Every rank's `own`, if all ranks bring the `same` and none has an `error`; else one exception on every rank.
 
         Args:
@@ -75,7 +73,9 @@ class Ranks:
         refusal = None if error is None else (_kind(error), str(error))
         _handshakes[self.group] = self.num_handshakes + 1
         here = f"{self.function}, {self.where}"
-        messages = [json.loads(text) for text in self._all_gather_text(json.dumps([here, call_site, refusal, same, own]))]
+        messages = [
+            json.loads(text) for text in self._all_gather_text(json.dumps([here, call_site, refusal, same, own]))
+        ]
         calls, sites, refusals, sames, owns = zip(*messages, strict=True)
         if difference := first_difference(calls):
             raise RuntimeError(

@@ -127,7 +127,9 @@ class RingPass:
         self._at(0)
         own = self.own[: self.sizes[self.ranks.rank]]
         blocks = [self._memory(self.sizes[self.owner_at(step)]) for step in steps]
-        receiving = [self._start((step, own), (-step, block), BLOCKS) for step, block in zip(steps, blocks, strict=True)]
+        receiving = [
+            self._start((step, own), (-step, block), BLOCKS) for step, block in zip(steps, blocks, strict=True)
+        ]
         yield Step(self.ranks.rank)
         adding = []
         for step, block in zip(steps, blocks, strict=True):

@@ -43,14 +43,14 @@ def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: f
                 f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
             )
     if inputs.positives is not None and inputs.columns is not None:
-        check_positives(function, inputs.positives, len(inputs.columns))
+        check_indices(function, "positives", inputs.positives, len(inputs.columns))
 
 
-def check_positives(function: str, positives: Tensor, num_keys: int) -> None:
-    if positives.numel():
-        low, high = (bound.item() for bound in positives.aminmax())
+def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> None:
+    if indices.numel():
+        low, high = (bound.item() for bound in indices.aminmax())
         if low < 0 or high >= num_keys:
-            raise ValueError(f"{function}: positives must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
+            raise ValueError(f"{function}: {name} must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
 
 
 # ---- lengths of rows

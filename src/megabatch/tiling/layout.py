@@ -220,7 +220,9 @@ class _RemoteColumns:
 
     def _receive(self, sums: Tensor) -> None:
         rank = self.layout.ranks.rank
-        for block, added in zip(self.home, self._members(rank, self.collected, self.sums[rank].unpack(sums)), strict=True):
+        for block, added in zip(
+            self.home, self._members(rank, self.collected, self.sums[rank].unpack(sums)), strict=True
+        ):
             _add(vars(block), added)
 
     # ---- what is in a packed block

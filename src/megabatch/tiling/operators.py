@@ -153,7 +153,9 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
     """Operators cannot return None: empty tensors in its place."""
-    return *(like.new_empty(0) if g is None else g for g in gradients), like.new_zeros((), dtype=torch.float32, device="cpu")
+    return *(like.new_empty(0) if g is None else g for g in gradients), like.new_zeros(
+        (), dtype=torch.float32, device="cpu"
+    )
 
 
 def _pack(numbers: SavedNumbers) -> Tensor:
