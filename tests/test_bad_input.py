@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import megabatch
 from megabatch import checks
-from megabatch.tiling import values
+from megabatch.tiling import guards
 
 N, D = 4, 8
 LOSSES = ("clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_loss")
@@ -53,7 +53,7 @@ smoothed_loss = pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss
 @pytest.fixture(autouse=True)
 def nothing_was_seen_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_WARNED", set())
-    monkeypatch.setattr(values, "_SEEN", set())
+    monkeypatch.setattr(guards, "_warned", set())
 
 
 def unit_rows(rows: int = N, width: int = D) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import megabatch
 from megabatch import reference
-from megabatch.distributed import collectives
-from megabatch.tiling import meeting
+from megabatch.distributed import ranks as distributed_ranks
+from megabatch.tiling import handshake
 
 from .ranks import Pool
 
@@ -74,7 +74,7 @@ def _two_backwards(odd: bool, group: Any) -> None:
     (second if odd else first).backward()
 
 
-def _another_turn(odd: bool, group: Any) -> None:
+def _another_phase(odd: bool, group: Any) -> None:
     loss = call("clip_loss", group)
     if odd:
         loss.backward()
@@ -85,20 +85,22 @@ def _another_turn(odd: bool, group: Any) -> None:
 def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The messages of the handshake have to travel all the same.
-        patch.setattr(collectives.Ranks, "_gather", partialmethod(_gather_anyway, collectives.Ranks._gather))
-        patch.setattr(collectives.Ranks, "_devices", lambda ranks: ["mtia"])
+        patch.setattr(
+            distributed_ranks.Ranks, "_all_gather", partialmethod(_gather_anyway, distributed_ranks.Ranks._all_gather)
+        )
+        patch.setattr(distributed_ranks.Ranks, "_devices", lambda ranks: ["mtia"])
         call("clip_loss", group)
 
 
 def _with_another_precision(odd: bool, group: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "float32_precision", lambda device: "tf32" if odd else "ieee")
+        patch.setattr(handshake, "float32_precision", lambda device: "tf32" if odd else "ieee")
         call("clip_loss", group)
 
 
 def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives.Ranks, "_devices", lambda ranks: ["cpu"])
+        patch.setattr(distributed_ranks.Ranks, "_devices", lambda ranks: ["cpu"])
         return gather(ranks, mine)
 
 
@@ -234,7 +236,7 @@ MISUSES = {
         lambda odd, group: call("clip_loss", group, reduction="x" * 5000 if odd else "mean"),
     ),
     "a backward on one rank, another forward on the others": Misuse(
-        RuntimeError, ("forward", "backward", f"rank {ODD}"), _another_turn
+        RuntimeError, ("forward", "backward", f"rank {ODD}"), _another_phase
     ),
     "weight on one rank only": Misuse(
         ValueError,

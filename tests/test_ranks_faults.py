@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
     num_ranks: int
     signal: signal.Signals
-    turn: str
+    phase: str
     loss: str = "clip_loss"
     exchange: str = "ring"
     overlap: bool = True
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         how = f"{self.loss} {self.exchange}{'' if self.overlap else ' without overlap'}"
-        return f"{self.signal.name} in the {self.turn} turn of {self.num_ranks} ranks, {how}"
+        return f"{self.signal.name} in the {self.turn} pass of {self.num_ranks} ranks, {how}"
 
 
 FAULTS = [
@@ -56,8 +56,8 @@ FAULTS = [
 
 
 def strike(fault: Fault) -> None:
-    """From now on: at the second tile of the turn, which is the first of a block from another rank."""
-    name = {"forward": "fold", "backward": "push"}[fault.turn]
+    """From now on: at the second tile of the pass, which is the first of a block from another rank."""
+    name = {"forward": "accumulate_statistics", "backward": "accumulate_gradients"}[fault.phase]
     real, count = getattr(Eager, name), 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def test_a_rank_that_fails_ends_the_others(fault: Fault, tmp_path: Path) -> None
         around_it = {(rank + way) % fault.num_ranks for way in (-1, 1)}
         assert named <= (around_it if (fault.loss, fault.exchange) == ("clip_loss", "ring") else everyone), text
         assert re.search(r"step \d", text), text
-        assert fault.turn in text, text
+        assert fault.phase in text, text
         assert re.search(TORCH_SAYS, text), text
         assert told["seconds"] < in_time, f"rank {rank} took {told['seconds']:.1f} s: {text}"
 

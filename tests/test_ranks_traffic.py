@@ -1,4 +1,4 @@
-"""What travels between ranks is counted: one turn forward and one back, two blocks at a time, under the arithmetic."""
+"""What travels between ranks is counted: one pass forward and one back, two blocks at a time, under the arithmetic."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,7 +208,7 @@ def test_a_step_sends_each_block_to_the_other_ranks_once(pool: Pool, num_ranks: 
 
 @pytest.mark.parametrize("loss", ["nt_xent_loss", "supcon_loss"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_symmetric_losses_need_half_a_turn(pool: Pool, num_ranks: int, loss: str) -> None:
+def test_symmetric_losses_need_half_a_pass(pool: Pool, num_ranks: int, loss: str) -> None:
     calls = [{"loss": loss, "dtype": dtype} for dtype in (torch.float32, torch.bfloat16)]
     blocks, sides = num_ranks // 2, len(INPUTS[loss])
     for answers in pool.run(num_ranks, traffic_of, calls):
@@ -287,7 +287,7 @@ def watched(rank: int, group: Any, overlap: bool, element: int = 2, tile: int = 
     generator = torch.Generator().manual_seed(rank)
     sides = [torch.randn(ROWS, WIDTH, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
     least, most = ROWS * WIDTH * element, ROWS * WIDTH * (element + 1)
-    seen: dict[str, list[bool]] = {"fold": [], "push": []}
+    seen: dict[str, list[bool]] = {"accumulate_statistics": [], "accumulate_gradients": []}
     real = {name: getattr(Eager, name) for name in seen}
 
     def watching(name: str) -> Callable[..., Any]:
@@ -313,19 +313,19 @@ def watched(rank: int, group: Any, overlap: bool, element: int = 2, tile: int = 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_next_block_travels_while_this_one_is_computed(pool: Pool, num_ranks: int) -> None:
     for seen in pool.run(num_ranks, watched, True):
-        assert seen["fold"] == [True] * (num_ranks - 1) + [False]
-        assert seen["push"] == [True] * (num_ranks - 1) + [False]
+        assert seen["accumulate_statistics"] == [True] * (num_ranks - 1) + [False]
+        assert seen["accumulate_gradients"] == [True] * (num_ranks - 1) + [False]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_without_overlap_nothing_travels_while_a_block_is_computed(pool: Pool, num_ranks: int) -> None:
     for seen in pool.run(num_ranks, watched, False):
-        assert seen["fold"] == seen["push"] == [False] * num_ranks
+        assert seen["accumulate_statistics"] == seen["accumulate_gradients"] == [False] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_come_home_while_the_last_own_tiles_are_computed(pool: Pool, num_ranks: int) -> None:
     for seen in pool.run(num_ranks, watched, True, 4, ROWS // 2):
         own_tiles_at_a_time = 2  # one of two strips
-        assert all(seen["push"][-own_tiles_at_a_time:])
-        assert not any(seen["push"][:own_tiles_at_a_time])
+        assert all(seen["accumulate_gradients"][-own_tiles_at_a_time:])
+        assert not any(seen["accumulate_gradients"][:own_tiles_at_a_time])

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import megabatch
 from megabatch import reference
 from megabatch.losses import spec as specs
-from megabatch.tiling.call import Call, Needs
+from megabatch.tiling import engine
 from megabatch.tiling.operators import contrast, contrast_backward
+from megabatch.tiling.options import LossInputs, LossOptions, Needs
 
 from .test_losses import LOSSES, assert_equals_twin, gradients, make_inputs
 
@@ -76,13 +77,13 @@ OPERATOR_CASES = {
 @pytest.mark.parametrize("case", OPERATOR_CASES)
 def test_operators_pass_opcheck(case: str) -> None:
     spec, reduction, budget = OPERATOR_CASES[case]
-    num_rows = 9 if budget is None else 8  # kept tiles of full size: the rest of a slot is never written nor read
+    num_rows = 8  # kept tiles of full size: the rest of a slot is never written nor read
     first, second = (normalize(torch.randn(num_rows, 5), dim=1).requires_grad_() for _ in range(2))
     scale = torch.tensor([4.0], requires_grad=True)
-    bias = torch.tensor(-1.0, requires_grad=True) if spec.link == "sigmoid" else None
-    ids = torch.arange(9) // 2 if spec.same == "mask" else None
+    bias = torch.tensor(-1.0, requires_grad=True) if spec.epilogue == "sigmoid" else None
+    ids = torch.arange(num_rows) // 2 if spec.id_rule == "mask" else None
     needs = Needs(True, True, False, True, bias is not None)
-    call = Call("test", spec, needs, reduction, normalize=False, tile=(4, 4), memory_budget=budget).encode()
+    call = LossOptions("test", spec, needs, reduction, normalize=False, tile=(4, 4), memory_budget=budget).encode()
     inputs = (first, second, None, scale, bias, ids, ids, None, None, None, None)
     torch.library.opcheck(contrast, (*inputs, call))
     value, _, *rest = contrast(*inputs, call)
@@ -234,25 +235,22 @@ def test_half_inputs_give_float32_results_and_half_gradients() -> None:
         assert image.grad.dtype == text.grad.dtype == dtype
 
 
-def test_products_of_halves_into_float32_as_on_an_accelerator() -> None:
-    """What CUDA multiplies in half precision is emulated: same slope, same sums, logits and scale float32."""
-    from megabatch.tiling import engine, job
-    from megabatch.tiling.call import Inputs
-
-    first, second = (normalize(torch.randn(40, 16), dim=1).bfloat16() for _ in range(2))
-    inputs = Inputs(first, second, None, torch.tensor(20.0), None, None, None, None, None, None)
-    call = Call("test", specs.clip("ignore", 0.0), Needs(True, True, False, True), normalize=False, tile=(16, 16))
+def test_products_of_bf16_into_float32_as_on_an_accelerator() -> None:
+    """What CUDA multiplies in half precision is emulated: same dlogits, same sums, logits and scale float32."""
+    rows, columns = (normalize(torch.randn(40, 16), dim=1).bfloat16() for _ in range(2))
+    inputs = LossInputs(rows, columns, scale=torch.tensor(20.0))
+    options = LossOptions("test", specs.clip("ignore", 0.0), Needs(True, True, False, True), normalize=False, tile=(16, 16))
     results = []
-    for product in (None, torch.bfloat16):
+    for operand in (None, torch.bfloat16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job.Job, "_product", lambda self, product=product: product)
-            outputs = engine.forward(inputs, call)
-            results.append((outputs.value, engine.backward(inputs, call, torch.ones(()), outputs)))
+            patch.setattr(engine.Engine, "_operand_dtype", lambda self, operand=operand: operand)
+            value, _, *saved = engine.forward(inputs, options)
+            results.append((value, engine.backward(inputs, options, torch.ones(()), *saved)))
     (exact, wanted), (value, got) = results
     torch.testing.assert_close(value, exact)
     torch.testing.assert_close(got.scale, wanted.scale, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(got.first, wanted.first, rtol=0.02, atol=2e-3)
-    torch.testing.assert_close(got.second, wanted.second, rtol=0.02, atol=2e-3)
+    torch.testing.assert_close(got.rows, wanted.rows, rtol=0.02, atol=2e-3)
+    torch.testing.assert_close(got.columns, wanted.columns, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("budget", [None, "1MiB"])
@@ -286,7 +284,7 @@ def test_forward_mode_derivatives_are_refused() -> None:
 
 
 def test_a_call_survives_its_way_through_the_operator() -> None:
-    call = Call(
+    call = LossOptions(
         "f",
         specs.nt_xent("mask", 0.1),
         Needs(True, False, True),
@@ -302,5 +300,6 @@ def test_a_call_survives_its_way_through_the_operator() -> None:
         "gather",
         False,
         False,
+        "train.py:3, in step",
     )
-    assert Call.decode(call.encode()) == call
+    assert LossOptions.decode(call.encode()) == call

@@ -217,17 +217,22 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
         )
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)
-        if _is_readable(logit_scale):
-            warn_scale(function, float(logit_scale), "logit_scale")
+        # A scale that was computed, as the exponential of a trained parameter, may well fall below 1.
+        if _is_readable(logit_scale) and scale.is_leaf:
+            warn_scale(function, _number(logit_scale), "logit_scale")
         return scale
     assert temperature is not None
     value = as_scalar(function, "temperature", temperature)
     value = value if value.dtype == torch.float64 else value.float()
     if _is_readable(temperature):
-        check_temperature(function, float(temperature))
+        check_temperature(function, _number(temperature))
         return value.reciprocal()
     # Not looked at here: NaN has the loss refuse a temperature that is not positive and finite.
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
+
+
+def _number(value: Scalar) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _is_readable(value: Scalar) -> bool:

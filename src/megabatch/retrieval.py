@@ -193,7 +193,7 @@ class _Search:
         )
         same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": given}
         mine = RankInfo(
-            rows=(len(self.query), len(self.key), 0),
+            rows=(0, len(self.key), 0),  # queries stay at home: theirs are counted from 0
             dtypes=("", str(self.key.dtype).removeprefix("torch."), ""),
             ids=(query_ids is not None, key_ids is not None, False),
             max_norms=(0.0, self.max_key_norm, 0.0),

@@ -100,7 +100,7 @@ class Softmax(_Epilogue):
         pieces: list[Piece] = [self._sums(tile, side, shifted, shift, id_mask) for side in sides]
         targets = tile.targets
         if targets is not None:
-            before = targets.of(shifted).double()
+            before = targets.of(shifted).to(torch.float64, copy=True)
         shifted.exp_()
         if targets is not None:
             # The logit with the rounding that its exponential has in the sum: the loss log(sum / exponential) is 0

@@ -56,7 +56,7 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def empty_cache() -> None:
     """Release the buffers that the losses keep between calls on the CPU: those of all threads.
 
-    Each thread that has called a loss keeps up to five buffers of at most 16 MiB. A call that is running is not disturbed.
+    Each thread that has called a loss keeps up to five buffers of at most 16 MiB. Calls that are running go on.
     """
     for cache in list(_caches):
         cache.buffers.clear()

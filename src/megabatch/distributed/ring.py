@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Packing:
-    """Tensors of known dtypes and shapes in one piece of memory: one message. Both ends derive it from the handshake."""
+    """Tensors of known dtypes and shapes in one piece of memory: one message. Both ends know it from the handshake."""
 
     contents: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 

@@ -16,6 +16,8 @@ from .options import LossInputs, LossOptions, compute_dtype
 LARGEST_INVERSE_NORM = 1e12  # as torch.nn.functional.normalize
 UNIT_NORM = 1.001  # no normalised row is longer, whatever it was rounded to
 
+MANY_ROWS = 8  # fewer may have one id by chance
+
 _warned: set[tuple[str, str]] = set()  # functions, and what they have warned of
 _pending: dict[str, tuple[list[str], Tensor, Any]] = {}  # by function: names, numbers, and the event of their arrival
 
@@ -93,32 +95,48 @@ def feature_strips(features: Tensor) -> tuple[Tensor, ...]:
 
 def _warn_of_mistakes(inputs: LossInputs, options: LossOptions, norms: list[Tensor]) -> None:
     """At once on the CPU; elsewhere when the numbers have arrived, in a later call of the same function."""
-    function = options.function
-    names, bounds = [], []
+    function, device = options.function, inputs.rows.device.type
+    bounds: dict[str, tuple[Tensor, Tensor]] = {}
     if norms:
-        names.append("norms")
-        bounds.append(torch.stack([bound for x in norms for bound in x.aminmax()]).double().aminmax())
-    ids = [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
-    if options.spec.id_rule == "mask" and len(inputs.rows) > 1 and (function, "ids") not in _warned:
-        names.append("ids")
-        bounds.append(torch.stack([bound.double() for x in ids for bound in x.aminmax()]).aminmax())
-    if inputs.rows.device.type == "cpu":
-        for name, (low, high) in zip(names, bounds, strict=True):
-            _warn(function, name, low.item(), high.item())
+        bounds["norms"] = _bounds(norms)
+    if not options.group and (ids := watched_ids(inputs, options)):  # with a group, in the handshake
+        bounds["ids"] = _bounds(ids)
+    if device == "cpu":
+        for name, (low, high) in bounds.items():
+            warn_of_bounds(function, name, low.item(), high.item())
         return
-    arrived = _pending.get(function)
-    if arrived is not None and arrived[2].query():
-        names_then, numbers, _ = _pending.pop(function)
-        for name, (low, high) in zip(names_then, numbers.view(-1, 2).tolist(), strict=True):
-            _warn(function, name, low, high)
-    if names and function not in _pending and inputs.rows.device.type == "cuda":
-        numbers = torch.stack([bound for pair in bounds for bound in pair]).to("cpu", non_blocking=True)
+    if function in _pending and _pending[function][2].query():
+        names, numbers, _ = _pending.pop(function)
+        for name, (low, high) in zip(names, numbers.view(-1, 2).tolist(), strict=True):
+            warn_of_bounds(function, name, low, high)
+    if bounds and function not in _pending and device == "cuda":
+        numbers = torch.stack([bound for pair in bounds.values() for bound in pair]).to("cpu", non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        _pending[function] = names, numbers, event
+        _pending[function] = list(bounds), numbers, event
 
 
-def _warn(function: str, name: str, low: float, high: float) -> None:
+def watched_ids(inputs: LossInputs, options: LossOptions) -> list[Tensor]:
+    """The ids whose equality would leave nothing to learn from, unless that has been said."""
+    few = not options.group and len(inputs.rows) < MANY_ROWS
+    if options.spec.id_rule != "mask" or few or (options.function, "ids") in _warned:
+        return []
+    return [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
+
+
+def id_range(inputs: LossInputs, options: LossOptions) -> tuple[float, float] | None:
+    """For the handshake: only all ranks together know whether all ids are equal."""
+    ids = watched_ids(inputs, options) if options.group and inputs.rows.device.type == "cpu" else []
+    low, high = _bounds(ids) if ids else (None, None)
+    return None if low is None or high is None else (low.item(), high.item())
+
+
+def _bounds(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    low, high = torch.stack([bound.double() for x in vectors for bound in x.aminmax()]).aminmax()
+    return low, high
+
+
+def warn_of_bounds(function: str, name: str, low: float, high: float) -> None:
     if name == "norms" and max(abs(low - 1), abs(high - 1)) > 0.01:
         message = (
             f"{function}: rows are not of unit length, but from {low:.4g} to {high:.4g}. Pass normalize=True for "

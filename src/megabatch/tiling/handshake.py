@@ -15,12 +15,15 @@ from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
 from ..distributed.ranks import Facts, Ranks, feature_facts, first_difference
-from .guards import Norms, check_values
+from .guards import MANY_ROWS, Norms, check_values, id_range, warn_of_bounds
 from .options import LossInputs, LossOptions, Needs
 
 SCALE_TOLERANCE = 1e-5  # relative: ranks may round the exponential of a logarithm differently
 WIDE = 2**16  # features
 SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
+
+
+_NONE = Needs()
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class RankInfo:
 
     Attributes:
         max_norms: Bounds of the lengths of rows.
+        id_range: Smallest and largest id, where equal ids are masked.
         grad_enabled: It records gradients: it can take part in a backward.
         weights: Sum and maximum of its rows' weights.
         upstream: d objective / d value, in the backward of a mean or sum; of losses per row, the largest.
@@ -40,7 +44,8 @@ class RankInfo:
     dtypes: tuple[str, ...]
     ids: tuple[bool, ...]
     max_norms: tuple[float, ...]
-    needs: Needs = Needs()
+    id_range: tuple[float, float] | None = None
+    needs: Needs = _NONE
     grad_enabled: bool = False
     scale: float = 1.0
     bias: float = 0.0
@@ -152,6 +157,10 @@ class Handshake:
                     f"{function}: logit_{name} must be the same on every rank of the group, got {difference}. "
                     "Broadcast it from one rank before training."
                 )
+        ranges = [info.id_range for info in infos if info.id_range is not None]
+        if ranges and sum(info.rows[0] for info in infos) >= MANY_ROWS:
+            lows, highs = zip(*ranges, strict=True)
+            warn_of_bounds(function, "ids", min(lows), max(highs))
         disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
         if any(self.needs) and disabled:
             raise ValueError(
@@ -184,6 +193,7 @@ def _rank_info(inputs: LossInputs, options: LossOptions, norms: Norms, upstream:
         dtypes=tuple(["" if x is None else str(x.dtype).removeprefix("torch.") for x in inputs.features]),
         ids=(inputs.row_ids is not None, column_ids is not None, inputs.negative_ids is not None),
         max_norms=norms.largest,
+        id_range=id_range(inputs, options) if upstream is None else None,
         needs=options.needs,
         grad_enabled=options.grad_enabled,
         scale=1.0 if inputs.scale is None else inputs.scale.item(),
