@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         how = f"{self.loss} {self.exchange}{'' if self.overlap else ' without overlap'}"
-        return f"{self.signal.name} in the {self.turn} pass of {self.num_ranks} ranks, {how}"
+        return f"{self.signal.name} in the {self.phase} pass of {self.num_ranks} ranks, {how}"
 
 
 FAULTS = [
