@@ -323,7 +323,9 @@ def _run(
     )
     inputs = LossInputs(*differentiable, *ids, positives, options["weight"])
     value, stats = contrastive_loss(inputs, call)
-    return (value, _named(stats, value.dtype, call.spec, directions)) if call.return_stats else value
+    if stats is None or not call.return_stats:
+        return value
+    return value, _named(stats, value.dtype, call.spec, directions)
 
 
 def _named(stats: Tensor, dtype: torch.dtype, spec: Spec, directions: tuple[str, ...]) -> dict[str, Tensor]:

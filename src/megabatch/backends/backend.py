@@ -67,8 +67,9 @@ class Backend(ABC):
         self.operand_dtype = operand_dtype or dtype
         self.stats = stats
         self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
-        self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._buffers: dict[str, Tensor] = {}
+        if sum_for_scale or sum_for_bias:
+            self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._buffer = Buffers(dtype, device)
         self._loaded: dict[str, Block] = {}
 
     # ---- what it can do, and what it takes
@@ -126,11 +127,16 @@ class Backend(ABC):
 
     def _multiply_dlogits(self, tile: Tile, dlogits: Tensor) -> None:
         """The two products of the backward: dS @ Y and dS.T @ X, added to the gradients."""
-        alpha = 1 / self.dlogits_scale
         if tile.rows.grad is not None:
-            multiply(dlogits, self._operand("columns", tile.columns), out=tile.rows.grad, alpha=alpha, beta=1.0)
+            self._add_product(dlogits, self._operand("columns", tile.columns), tile.rows)
         if tile.columns.grad is not None and not tile.is_diagonal:
-            multiply(dlogits.T, self._operand("rows", tile.rows), out=tile.columns.grad, alpha=alpha, beta=1.0)
+            self._add_product(dlogits.T, self._operand("rows", tile.rows), tile.columns)
+
+    def _add_product(self, dlogits: Tensor, features: Tensor, block: Block) -> None:
+        assert block.grad is not None
+        beta = 0.0 if block.grad_is_empty else 1.0
+        multiply(dlogits, features, out=block.grad, alpha=1 / self.dlogits_scale, beta=beta)
+        block.grad_is_empty = False
 
     def _operand(self, side: str, block: Block) -> Tensor:
         """The features as products multiply them: themselves where they can, else a copy in a shared buffer."""
@@ -146,7 +152,15 @@ class Backend(ABC):
             self._loaded[side] = block
         return copy
 
-    def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+
+class Buffers:
+    """The scratch memory of one call, by name."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         size = shape[0] * shape[1]
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = workspace.buffer(name, size, dtype or self.dtype, self.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
+from .backend import Buffers
 
 # Between exp(-60) and exp(60) float32 sums of any length keep their digits: no shift, and no check, is needed.
 SAFE_LOGIT = 60.0
@@ -20,15 +21,14 @@ SMALLEST_SUM = 1e-27
 
 AXIS = {"rows": 1, "columns": 0}  # the axis that is summed away
 Piece = dict[str, Tensor | float]  # of a State
-NewBuffer = Callable[[str, tuple[int, int]], Tensor]
 
 
-def epilogue_of(spec: Spec, stats: bool, buffer: NewBuffer) -> "Softmax | Sigmoid":
+def epilogue_of(spec: Spec, stats: bool, buffer: Buffers) -> "Softmax | Sigmoid":
     return (Softmax if spec.epilogue == "softmax" else Sigmoid)(spec, stats, buffer)
 
 
 class _Epilogue:
-    def __init__(self, spec: Spec, stats: bool, buffer: NewBuffer) -> None:
+    def __init__(self, spec: Spec, stats: bool, buffer: Buffers) -> None:
         self.spec, self.stats, self.buffer = spec, stats, buffer
 
     def id_mask(self, tile: Tile) -> Tensor | None:
@@ -76,11 +76,15 @@ class Softmax(_Epilogue):
         self.exclude(tile, logits, id_mask)
         sides = ("rows", "columns") if tile.has_column_statistics(self.spec) else ("rows",)
         tops = {side: self.tops(tile, side, logits, id_mask) for side in sides} if self.stats else {}
-        shift = 0.0
-        if not bound <= SAFE_LOGIT and (shift := _shift(logits.amax().item(), logits.dtype)):
+        shift, is_safe = 0.0, bound <= SAFE_LOGIT
+        if not is_safe:
+            low, high = (bound.item() for bound in logits.aminmax())
+            is_safe = -SAFE_LOGIT <= low and high <= SAFE_LOGIT
+            shift = 0.0 if is_safe else _shift(high, logits.dtype)
+        if shift:
             logits.sub_(shift)
-        pieces = self._reduce(tile, sides, logits, shift, id_mask)
-        if not bound <= SAFE_LOGIT and not all(map(_is_sound, pieces)):
+        pieces = self._reduce(tile, sides, logits, shift, id_mask, is_safe)
+        if not is_safe and not all(map(_is_sound, pieces)):
             shift, logits = math.nan, recompute()
             self.exclude(tile, logits, id_mask)
             pieces = [self._reduce_by_own_maximum(tile, side, logits, id_mask) for side in sides]
@@ -94,24 +98,32 @@ class Softmax(_Epilogue):
         return self._reduce(tile, (side,), shifted, peaks.view(-1), id_mask)[0]
 
     def _reduce(
-        self, tile: Tile, sides: tuple[str, ...], shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None
+        self,
+        tile: Tile,
+        sides: tuple[str, ...],
+        shifted: Tensor,
+        shift: Tensor | float,
+        id_mask: Tensor | None,
+        is_safe: bool = False,
     ) -> list[Piece]:
-        """The statistics of each side. Turns shifted logits into exponentials."""
+        """The statistics of each side. Turns shifted logits into exponentials; `is_safe`: of which none underflows."""
         pieces: list[Piece] = [self._sums(tile, side, shifted, shift, id_mask) for side in sides]
         targets = tile.targets
-        if targets is not None:
+        if targets is not None and not is_safe:
             before = targets.of(shifted).to(torch.float64, copy=True)
         shifted.exp_()
         if targets is not None:
             # The logit with the rounding that its exponential has in the sum: the loss log(sum / exponential) is 0
             # where nothing else adds to the sum, and never below.
             exponentials = targets.of(shifted).double()
-            target_logits = torch.where(exponentials >= SMALLEST_SUM, exponentials.log(), before)
+            target_logits = exponentials.log()
+            if not is_safe:
+                target_logits = torch.where(exponentials >= SMALLEST_SUM, target_logits, before)
         for side, piece in zip(sides, pieces, strict=True):
             piece["max"], piece["sum_exp"] = shift, shifted.sum(AXIS[side])
             if targets is not None:
                 own = targets.of_side(side, shift) if isinstance(shift, Tensor) else shift
-                piece["target"] = target_logits + own
+                piece["target"] = target_logits + own if not is_safe else target_logits
         return pieces
 
     def _sums(self, tile: Tile, side: str, shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None) -> Piece:
@@ -169,18 +181,18 @@ class Softmax(_Epilogue):
         smoothing, mask = self.spec.label_smoothing, self.positive_mask(id_mask)
         if tile.targets is None and mask is None and not smoothing:
             return
-        shares = [(1 - smoothing) * _per_count(block, "positive_count") for block in blocks]
+        shares = [_per_count(block, "positive_count", 1 - smoothing) for block in blocks]
         if tile.targets is not None:
             share = tile.targets.of_side("rows", shares[0])
             if len(shares) == 2:
                 share = share + tile.targets.of_side("columns", shares[1])
-            tile.targets.add(dlogits, -share.to(dlogits.dtype))
+            tile.targets.subtract(dlogits, share)
         if mask is not None or smoothing:
             spare = self.buffer("spare", tile.shape)
         if mask is not None:
             dlogits.sub_(torch.where(mask, _outer(shares, spare), dlogits.new_zeros(()), out=spare))
         if smoothing:
-            dlogits.sub_(_outer([smoothing * _per_count(block, "logit_count") for block in blocks], spare))
+            dlogits.sub_(_outer([_per_count(block, "logit_count", smoothing) for block in blocks], spare))
             self.exclude(tile, dlogits, id_mask, 0.0)
 
 
@@ -216,7 +228,7 @@ class Sigmoid(_Epilogue):
             self._negate_positives(tile, logits, id_mask)
         out = torch.sigmoid(logits, out=self.buffer("scratch", tile.shape))
         self._negate_positives(tile, out, id_mask)
-        return out.mul_(tile.rows.row_grad.to(out.dtype)[:, None])
+        return out if tile.rows.has_unit_row_grad else out.mul_(tile.rows.row_grad.to(out.dtype)[:, None])
 
     def _negate_positives(self, tile: Tile, values: Tensor, id_mask: Tensor | None) -> None:
         if tile.targets is not None:
@@ -260,8 +272,9 @@ def _outer(vectors: list[Tensor], out: Tensor) -> Tensor:
     return rows if len(vectors) == 1 else torch.add(rows, vectors[1].to(out.dtype), out=out)
 
 
-def _per_count(block: Block, count: str) -> Tensor:
-    return block.row_grad / block.state[count].clamp_min(1) if count in block.state else block.row_grad
+def _per_count(block: Block, count: str, share: float) -> Tensor:
+    row_grad = block.row_grad if share == 1 else block.row_grad * share
+    return row_grad / block.state[count].clamp_min(1) if count in block.state else row_grad
 
 
 def _probabilities_by_own_maximum(blocks: list[Block], logits: Tensor, out: Tensor) -> None:

@@ -28,7 +28,9 @@ class Block:
         max_norm: No row, as multiplied, is longer. inf where the host does not know.
         state: Statistics of the logits so far.
         row_grad: d loss / d (loss of this row), up to a factor common to all rows.
+        has_unit_row_grad: It is known to be 1 for every row.
         grad: `[n, D]`: d loss / d (scale * features), up to that factor, summed so far.
+        grad_is_empty: Nothing was summed yet, and the content of `grad` is undefined.
     """
 
     features: Tensor
@@ -40,7 +42,9 @@ class Block:
     max_norm: float = math.inf
     state: State = _EMPTY_STATE
     row_grad: Tensor = _EMPTY
+    has_unit_row_grad: bool = False
     grad: Tensor | None = None
+    grad_is_empty: bool = False
     _factor: tuple[float, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -59,14 +63,23 @@ class Block:
     def strips(self, height: int) -> list["Block"]:
         return [self.slice(start, min(start + height, len(self))) for start in range(0, len(self), height)]
 
+    def new_grad(self, memory: Tensor) -> None:
+        self.grad, self.grad_is_empty = memory.view(self.features.shape), True
+
+    def finish_grad(self) -> None:
+        """Zero where nothing was summed."""
+        if self.grad is not None and self.grad_is_empty:
+            self.grad.zero_()
+            self.grad_is_empty = False
+
     def probability_factor(self, shift: float, dtype: torch.dtype) -> Tensor:
         """row_grad / sum(exp(logits - shift)): turns exp(logit - shift) into row_grad * probability.
 
         Kept for the last shift, which most tiles share.
         """
         if self._factor is None or self._factor[0] != shift:
-            state = self.state
-            factor = self.row_grad * (shift - state["max"]).exp_().div_(state["sum_exp"])
+            factor = self.state.inverse_sum(shift)
+            factor = factor if self.has_unit_row_grad else factor.mul_(self.row_grad)
             self._factor = shift, factor.to(dtype)
         return self._factor[1]
 
@@ -84,24 +97,26 @@ class Block:
 
 
 class ConsecutiveTargets:
-    """Positives of consecutive rows in consecutive columns of a tile: a piece of a diagonal."""
+    """Positives of consecutive rows in consecutive columns of a tile: one of its diagonals."""
 
-    def __init__(self, rows: slice, columns: slice) -> None:
+    def __init__(self, offset: int, rows: slice, columns: slice, shape: tuple[int, int]) -> None:
+        self._offset = offset
         self._spans = {"rows": rows, "columns": columns}
+        self._is_whole = {"rows": rows == slice(0, shape[0]), "columns": columns == slice(0, shape[1])}
 
     def of(self, values: Tensor) -> Tensor:
         """The values at the positives."""
-        return values[self._spans["rows"], self._spans["columns"]].diagonal()
+        return values.diagonal(self._offset)
 
     def of_side(self, side: str, vector: Tensor) -> Tensor:
         """For every positive, the entry of its row, or of its column."""
-        return vector[self._spans[side]]
+        return vector if self._is_whole[side] else vector[self._spans[side]]
 
     def add_to_side(self, side: str, vector: Tensor, amount: Tensor | float) -> None:
-        vector[self._spans[side]].add_(amount)
+        self.of_side(side, vector).add_(amount)
 
-    def add(self, values: Tensor, amount: Tensor) -> None:
-        self.of(values).add_(amount)
+    def subtract(self, values: Tensor, amount: Tensor) -> None:
+        self.of(values).sub_(amount)
 
     def negate(self, values: Tensor) -> None:
         self.of(values).neg_()
@@ -127,8 +142,8 @@ class IndexedTargets:
         amount = torch.where(self.here, amount, 0.0).to(vector.dtype)
         vector.add_(amount) if side == "rows" else vector.index_add_(0, self.column[:, 0], amount)
 
-    def add(self, values: Tensor, amount: Tensor) -> None:
-        values.scatter_add_(1, self.column, torch.where(self.here, amount, 0.0)[:, None])
+    def subtract(self, values: Tensor, amount: Tensor) -> None:
+        values.scatter_add_(1, self.column, torch.where(self.here, -amount, 0.0).to(values.dtype)[:, None])
 
     def negate(self, values: Tensor) -> None:
         found = self.of(values)
@@ -166,7 +181,7 @@ class Tile:
         start, stop = max(0, -first), min(len(self.rows), len(self.columns) - first)
         if start >= stop:
             return None
-        return ConsecutiveTargets(slice(start, stop), slice(start + first, stop + first))
+        return ConsecutiveTargets(first, slice(start, stop), slice(start + first, stop + first), self.shape)
 
     def id_mask(self) -> Tensor | None:
         """The pairs whose ids are equal, apart from targets and self; None where there are none."""

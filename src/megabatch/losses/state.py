@@ -33,26 +33,18 @@ def state_fields(spec: Spec, stats: bool) -> tuple[str, ...]:
     return (*names, *(("top", "top_positive") if stats else ()))
 
 
-def saved_fields(spec: Spec) -> tuple[str, ...]:
-    """Those that dlogits depend on: saved for the backward."""
-    if spec.epilogue == "sigmoid":
-        return ()
-    names = state_fields(spec, stats=False)
-    return tuple(name for name in names if name in ("max", "sum_exp", "positive_count", "logit_count"))
-
-
 class State:
     """A table of fields by rows. `state["sum_exp"]` is a view of one field, `slice` a view of some rows.
 
     Attributes:
-        shared_max: The `max` of all rows where it is one number that the host knows, else None. -inf: no logit yet.
+        shared_max: The `max` of all rows where it is one number that the host knows, else NaN. -inf: no logit yet.
     """
 
-    def __init__(self, names: tuple[str, ...], table: Tensor, shared_max: float | None = None) -> None:
+    def __init__(self, names: tuple[str, ...], table: Tensor, shared_max: float = math.nan) -> None:
         self.names = names
         self.table = table
         self.shared_max = shared_max
-        self._fields = dict(zip(names, table.unbind(), strict=True))
+        self._fields: dict[str, Tensor] = {}
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device) -> "State":
@@ -61,19 +53,22 @@ class State:
     def reset(self) -> "State":
         """Back to the neutral element of `merge`."""
         self.table.zero_()
-        for name in _NEUTRAL_IS_LOWEST:
-            if name in self._fields:
-                self[name].fill_(-math.inf)
+        for index, name in enumerate(self.names):
+            if name in _NEUTRAL_IS_LOWEST:
+                self.table[index].fill_(-math.inf)
         self.shared_max = -math.inf
         return self
 
     def __contains__(self, name: str) -> bool:
-        return name in self._fields
+        return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._fields[name]
+        field = self._fields.get(name)
+        if field is None:
+            field = self._fields[name] = self.table[self.names.index(name)]
+        return field
 
-    def slice(self, start: int, stop: int) -> "State":
+    def slice(self, start: int, stop: int | None) -> "State":
         return State(self.names, self.table[:, start:stop], self.shared_max)
 
     def merge(self, piece: Mapping[str, Tensor | float]) -> None:
@@ -94,7 +89,13 @@ class State:
 
     def _merge_exponentials(self, new_max: Tensor | float, new_sum: Tensor | float) -> None:
         max_, sum_exp = self["max"], self["sum_exp"]
-        if isinstance(new_max, float) and self.shared_max is not None:
+        if isinstance(new_max, float) and not math.isnan(self.shared_max):
+            if self.shared_max == -math.inf:
+                assert isinstance(new_sum, Tensor)
+                max_.fill_(new_max)
+                sum_exp.copy_(new_sum)
+                self.shared_max = new_max
+                return
             higher = max(self.shared_max, new_max)
             if higher != self.shared_max:
                 sum_exp.mul_(math.exp(self.shared_max - higher))
@@ -102,7 +103,7 @@ class State:
                 self.shared_max = higher
             sum_exp.add_(new_sum, alpha=math.exp(new_max - higher))
             return
-        self.shared_max = None
+        self.shared_max = math.nan
         new_max = torch.full_like(max_, new_max) if isinstance(new_max, float) else new_max.double()
         higher = torch.maximum(max_, new_max)
         # Where both are neutral: exp(-inf - lowest) is 0, where exp(-inf + inf) would be NaN.
@@ -116,6 +117,12 @@ class State:
             empty = self["sum_exp"] == 0
             self["max"].masked_fill_(empty, 0.0)
             self["sum_exp"].masked_fill_(empty, 1.0)
+
+    def inverse_sum(self, shift: float) -> Tensor:
+        """1 / sum(exp(logits - shift)) of every row."""
+        if self.shared_max == shift:
+            return self["sum_exp"].reciprocal()
+        return (shift - self["max"]).exp_().div_(self["sum_exp"])
 
     def losses(self, spec: Spec) -> Tensor:
         """The loss of every row, unweighted; 0 for a row without positives."""

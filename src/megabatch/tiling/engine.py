@@ -4,6 +4,7 @@ Letters: x the features of a row as products multiply them; A the sum over its c
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..backends.backend import Backend, Kept, float32_precision
+from ..backends.backend import Backend, Kept, float32_precision, shaped
 from ..losses.block import Block, Tile
-from ..losses.state import State, saved_fields, state_fields
-from .guards import LARGEST_INVERSE_NORM, Norms, feature_strips, measure_norms
+from ..losses.state import State, state_fields
+from .guards import LARGEST_INVERSE_NORM, Norms, measure_norms, strip_height
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
@@ -38,13 +39,12 @@ class SavedTensors(NamedTuple):
     """What the forward leaves on the device for the backward.
 
     Attributes:
-        row_state, column_state: What dlogits depend on: `saved_fields`.
+        state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
-        scalars: Gradients of scale and bias after one pass, and what the mean divides by.
+        scalars: The gradients of scale and bias, after one pass; what the mean divides by, where the host does not know.
     """
 
-    row_state: Tensor
-    column_state: Tensor
+    state: Tensor
     kept: Tensor
     scalars: Tensor
 
@@ -57,14 +57,20 @@ class SavedNumbers:
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
         max_norms: Bounds of the lengths of rows.
+        shared_max: Of the state, where the host knows it; else NaN.
+        denominator: What the mean divides by, where the host knows it; else NaN.
         marks: Of the tiles that are kept.
+        handshake: Of the forward: alone, a rank has nothing new to say in the backward.
     """
 
     plan: Plan
     forward_number: int
     joins_backward: bool
     max_norms: tuple[float, ...]
+    shared_max: float
+    denominator: float
     marks: list[float]
+    handshake: Handshake | None = None
 
 
 NUM_STATS, NUM_SUMS = 7, 5
@@ -161,8 +167,8 @@ class Engine:
 
     def slots(self, memory: Tensor, marks: Iterable[float]) -> list[Kept]:
         """The memory of the tiles that the plan keeps, by tile."""
-        tiles = memory[: self.plan.kept * self.plan.slot_size].view(self.plan.kept, self.plan.slot_size)
-        return [Kept(buffer, mark) for buffer, mark in zip(tiles.unbind(), marks, strict=True)]
+        size = self.plan.slot_size
+        return [Kept(memory[index * size : (index + 1) * size], mark) for index, mark in enumerate(marks)]
 
     # ---- blocks
 
@@ -176,13 +182,34 @@ class Engine:
         """The weight of every row of a side that has losses."""
         return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
 
+    def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
+        """d objective / d (loss of every row), up to a factor common to all."""
+        row_grad, largest = self.weights(side), self.handshake.largest_row_grad
+        if not self.spec.has_targets:
+            row_grad = torch.cat([block.state.where_positives(self.spec, self.row_weight) for block in side])
+        if upstream is not None:
+            row_grad = row_grad * upstream
+        attach(side, row_grad if largest == 1 else row_grad / largest)
+        for block in side:
+            block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets
+
+    def scalar_sums(self) -> Tensor:
+        """sum(dlogits * x.y) and sum(dlogits), where the scale and the bias need them."""
+        needs, backend = self.handshake.needs, self.backend
+        if not (needs.scale or needs.bias):
+            return torch.zeros(2, dtype=torch.float64, device=self.layout.device)
+        if self.sum_for_scale or not needs.scale:
+            return backend.scalar_sums
+        scale_sum = _scale_sum(self)
+        return torch.stack([scale_sum, backend.scalar_sums[1]]) if needs.bias else scale_sum[None]
+
     @property
     def needing(self) -> list[Block]:
         """The blocks whose features need a gradient."""
         return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
 
 
-def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor, SavedTensors, SavedNumbers]:
+def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedNumbers]:
     """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
     norms, error = Norms((None,) * 3, (0.0,) * 3), None
     try:
@@ -191,12 +218,9 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor, S
         error = raised
     engine = Engine(inputs, options, norms, Handshake(inputs, options, norms, error))
     layout, spec, plan = engine.layout, engine.spec, engine.plan
-    names = state_fields(spec, options.return_stats)
-    rows = State.neutral(names, sum(map(len, layout.rows)), layout.device)
-    columns = rows if spec.symmetric else State.neutral(names, sum(map(len, layout.columns)), layout.device)
-    attach(layout.rows, "state", rows)
-    attach(layout.columns, "state", columns)
-    scalars = torch.zeros(2, dtype=torch.float64, device=layout.device)
+    blocks = layout.feature_blocks()
+    state = State.neutral(state_fields(spec, options.return_stats), sum(map(len, blocks)), layout.device)
+    attach(blocks, state)
     marks: list[float] = []
     if plan.one_pass:
         kept, scalars = _one_pass(engine)
@@ -209,13 +233,21 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor, S
         for index, tile in enumerate(tiles):
             engine.backend.accumulate_statistics(tile, slots[index] if index < len(slots) else None)
         marks = [slot.mark for slot in slots]
-    value, stats, denominator = _reduce(engine, rows, columns)
-    column_state = _saved_state(engine, columns) if spec.column_loss else rows.table.new_empty(0, 0)
-    scalars = torch.cat([scalars, denominator.view(1)])
-    tensors = SavedTensors(_saved_state(engine, rows), column_state, kept, scalars)
-    joins_backward = any(engine.handshake.needs)
-    numbers = SavedNumbers(plan, engine.ranks.num_handshakes, joins_backward, norms.largest, marks)
-    return value, stats, tensors, numbers
+    value, stats, denominator = _reduce(engine, state)
+    if not plan.one_pass:
+        state.fill_empty_rows(spec)
+        scalars = denominator if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
+    numbers = SavedNumbers(
+        plan,
+        engine.ranks.num_handshakes,
+        any(engine.handshake.needs),
+        norms.largest,
+        layout.shared_max(),
+        math.nan if isinstance(denominator, Tensor) else denominator,
+        marks,
+        engine.handshake,
+    )
+    return value, stats, SavedTensors(state.table, kept, scalars), numbers
 
 
 def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
@@ -223,11 +255,10 @@ def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
     those of the features, in one tensor, and those of scale and bias."""
     layout, spec, backend = engine.layout, engine.spec, engine.backend
     sizes = [block.features.numel() for block in engine.needing]
-    gradients = torch.zeros(sum(sizes), dtype=layout.dtype, device=layout.device)
+    gradients = torch.empty(sum(sizes), dtype=layout.dtype, device=layout.device)
     for block, part in zip(engine.needing, torch.split(gradients, sizes), strict=True):
-        block.grad = part.view(block.features.shape)
-    largest = engine.handshake.largest_row_grad
-    attach(layout.rows, "row_grad", engine.weights(layout.rows) / largest)
+        block.new_grad(part)
+    engine.attach_row_grads(layout.rows)
     size = engine.plan.kept * engine.plan.slot_size
     memory = workspace.buffer("slots", size, layout.dtype, layout.device)
     slots = engine.slots(memory, [0.0] * engine.plan.kept)
@@ -239,7 +270,7 @@ def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in zip(group, slots, strict=True):
                 backend.accumulate_gradients(tile, slot)
-    factor = largest / spec.directions
+    factor = engine.handshake.largest_row_grad / spec.directions
     if engine.options.reduction == "mean":
         factor /= engine.handshake.weight_sum * len(layout.rows)
     return gradients, _finish_gradients(engine, factor)
@@ -253,21 +284,17 @@ def backward(
         return _rescaled(inputs, options, upstream, saved)
     inverse = measure_norms(inputs, options).inverse if options.normalize else (None,) * 3
     norms = Norms(inverse, numbers.max_norms)
-    handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
+    handshake = numbers.handshake
+    if handshake is None or options.group or options.reduction == "none":
+        handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
     engine = Engine(inputs, options, norms, handshake, numbers.plan)
     layout, spec = engine.layout, engine.spec
-    sides = [(layout.rows, saved.row_state), (layout.columns, saved.column_state)]
-    for side, table in sides[: spec.directions]:
-        state = State(saved_fields(spec), table)
-        row_grad = engine.weights(side)
-        if spec.epilogue == "softmax":
-            attach(side, "state", state)
-            row_grad = state.where_positives(spec, row_grad)
-        if options.reduction == "none":
-            row_grad = row_grad * upstream.double()
-        attach(side, "row_grad", row_grad / handshake.largest_row_grad)
+    state = State(state_fields(spec, options.return_stats), saved.state, numbers.shared_max)
+    attach(layout.feature_blocks(), state)
+    for side in (layout.rows, layout.columns)[: spec.directions]:
+        engine.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
     for block in engine.needing:
-        block.grad = torch.zeros(block.features.shape, dtype=layout.dtype, device=layout.device)
+        block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
     slots = engine.slots(saved.kept, numbers.marks)
     brought = ("state", "row_grad") if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
@@ -276,8 +303,10 @@ def backward(
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             engine.backend.accumulate_gradients(tile, slots[index] if index < len(slots) else None)
     factor: Tensor | float = handshake.largest_row_grad / spec.directions
+    if options.reduction == "mean":
+        factor = factor / (saved.scalars if math.isnan(numbers.denominator) else numbers.denominator)
     if options.reduction != "none":
-        factor = factor * upstream.double() / (saved.scalars[2] if options.reduction == "mean" else 1.0)
+        factor = factor * (upstream.item() if layout.device.type == "cpu" else upstream.double())
     scalars = _finish_gradients(engine, factor)
     features = [block.grad for block in engine.needing if block.grad is not None]
     return _as_inputs(inputs, options, features, scalars)
@@ -289,45 +318,40 @@ def _rescaled(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved:
     parts = torch.split(saved.kept, [x.numel() for x in needed])
     upstream = upstream.to(saved.kept.dtype)
     features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
-    return _as_inputs(inputs, options, features, saved.scalars[:2] * upstream)
+    return _as_inputs(inputs, options, features, saved.scalars * upstream)
 
 
 def _as_inputs(inputs: LossInputs, options: LossOptions, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
     """One rounding to the dtype of each input; no two of them share memory."""
-    found = chain(features, (scalar for scalar, need in zip(scalars, options.needs[3:], strict=True) if need))
+    found = chain(features, (scalars[index] for index, need in enumerate(options.needs[3:]) if need))
     given = zip(inputs[:5], options.needs, strict=True)
     return Gradients(*(_like(next(found), x) if x is not None and need else None for x, need in given))
 
 
 def _like(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient.to(x, copy=gradient.dim() == 0).view(x.shape)
+    if gradient.dim() == 0:
+        return gradient.to(x, copy=True).view(x.shape)
+    return gradient if gradient.dtype == x.dtype else gradient.to(x.dtype)
 
 
 def _finish_gradients(engine: Engine, factor: Tensor | float) -> Tensor:
     """From sums of dlogits to gradients: those of features in place, those of scale and bias are returned."""
     options, ranks = engine.options, engine.ranks
-    scalars = engine.backend.scalar_sums
-    if engine.handshake.needs.scale and not engine.sum_for_scale:
-        scalars[0] = _scale_sum(engine)
-    scalars = scalars * factor
+    sums = engine.scalar_sums()
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
-    coefficient = factor * engine.scale * (ranks.size if averaged else 1)
-    for block in engine.layout.feature_blocks():
-        if block.grad is not None:
-            if block.inverse_norm is not None:
-                _backward_of_normalization(block)
-            block.grad.mul_(coefficient)
-    return ranks.all_sum(scalars) / (1 if averaged else ranks.size)
-
-
-def _strips_of(block: Block) -> Iterator[Block]:
-    yield from block.strips(len(feature_strips(block.features)[0])) if len(block) else ()
+    coefficient = factor * (engine.scale * (ranks.size if averaged else 1))
+    for block in engine.needing:
+        assert block.grad is not None
+        if block.inverse_norm is not None:
+            _backward_of_normalization(block)
+        block.grad.mul_(coefficient)
+    return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
 
 
 def _backward_of_normalization(block: Block) -> None:
-    for strip in _strips_of(block):
+    for strip in block.strips(strip_height(block.features)):
         assert strip.grad is not None
         assert strip.inverse_norm is not None
         x = _as_multiplied(strip)
@@ -341,10 +365,15 @@ def _scale_sum(engine: Engine) -> Tensor:
     """sum(dlogits * x.y) = sum(x.A) over either side; a symmetric loss has it twice."""
     layout = engine.layout
     side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
-    total = torch.zeros((), dtype=torch.float64, device=layout.device)
-    for strip in chain.from_iterable(map(_strips_of, side)):
+    sums = []
+    for strip in (strip for block in side for strip in block.strips(strip_height(block.features))):
         assert strip.grad is not None
-        total += torch.linalg.vecdot(_as_multiplied(strip), strip.grad).sum(dtype=torch.float64)
+        buffer = workspace.buffer("products", strip.grad.numel(), layout.dtype, layout.device)
+        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, tuple(strip.grad.shape)))
+        sums.append(product.sum(1).sum(dtype=torch.float64))
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=layout.device)
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return total / 2 if engine.spec.symmetric else total
 
 
@@ -354,43 +383,51 @@ def _as_multiplied(block: Block) -> Tensor:
     return features if block.inverse_norm is None else features * block.inverse_norm[:, None]
 
 
-def attach(side: list[Block], name: str, values: Tensor | State) -> None:
-    """Give every block of a side its part of a vector, or of a state, that covers the side."""
+def attach(side: list[Block], values: Tensor | State) -> None:
+    """Give every block of a side its part of the state, or of the gradients of rows, that covers the side."""
     start = 0
     for block in side:
         stop = start + len(block)
-        whole = len(side) == 1
-        part = values if whole else values.slice(start, stop) if isinstance(values, State) else values[start:stop]
-        setattr(block, name, part)
+        if isinstance(values, State):
+            block.state = values.slice(start, stop)
+        else:
+            block.row_grad = values if len(side) == 1 else values[start:stop]
         start = stop
 
 
 # ---- from the losses of rows to the value
 
 
-def _reduce(engine: Engine, rows: State, columns: State) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce(engine: Engine, state: State) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """The value, the statistics, and what the mean divides by."""
     spec, options, layout = engine.spec, engine.options, engine.layout
+    num_rows = sum(map(len, layout.rows))
+    rows = state if spec.symmetric or spec.column_loss else state.slice(0, num_rows)
     losses = rows.losses(spec)
-    if spec.column_loss:
-        losses = (losses + columns.losses(spec)) / 2
-    if engine.inputs.weight is not None:
-        losses = losses * engine.weights(layout.rows)
-    sums = [losses.sum()]
+    if spec.column_loss and engine.inputs.weight is None and options.reduction != "none":
+        sums = [losses.sum() / 2]
+    else:
+        if spec.column_loss:
+            losses = (losses[:num_rows] + losses[num_rows:]) / 2
+        if engine.inputs.weight is not None:
+            losses = losses * engine.weights(layout.rows)
+        sums = [losses.sum()]
     if not spec.has_targets:
         sums.append(rows.where_positives(spec, engine.weights(layout.rows)).sum())
     if options.return_stats:
-        sums += _statistics(engine, rows, columns)
-    totals = engine.ranks.all_sum(torch.stack(sums) if len(sums) > 1 else sums[0][None])
-    if spec.has_targets:
-        denominator = totals.new_full((), engine.handshake.weight_sum * len(layout.rows))
-    else:  # 1 where no row has positives, and every loss is 0
-        denominator = torch.where(totals[1] == 0, 1.0, totals[1])
-    mean = totals[0] / denominator
-    value = {"mean": mean, "sum": totals[0], "none": losses}[options.reduction].to(layout.dtype)
+        columns = state if spec.symmetric else state.slice(num_rows, None)
+        sums += _statistics(engine, state if spec.symmetric else state.slice(0, num_rows), columns)
+    if len(sums) > 1 or options.group:
+        totals = engine.ranks.all_sum(torch.stack(sums))
+        sums = [totals[index] for index in range(len(sums))]
+    denominator: Tensor | float = engine.handshake.weight_sum * len(layout.rows)
+    if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
+        denominator = torch.where(sums[1] == 0, 1.0, sums[1])
+    mean = sums[0] / denominator
+    value = {"mean": mean, "sum": sums[0], "none": losses}[options.reduction].to(layout.dtype)
     if not options.return_stats:
-        return value, mean.new_zeros(NUM_STATS), denominator
-    means = totals[-NUM_SUMS:] / denominator
+        return value, None, denominator
+    means = torch.stack(sums[-NUM_SUMS:]) / denominator
     return value, torch.cat([mean[None], means[3:].mean()[None], means]), denominator
 
 
@@ -406,11 +443,3 @@ def _statistics(engine: Engine, rows: State, columns: State) -> list[Tensor]:
     return [
         (weight * values).sum() for values in (rows.positive_logits(spec), losses[0], losses[-1], right[0], right[-1])
     ]
-
-
-def _saved_state(engine: Engine, state: State) -> Tensor:
-    names = saved_fields(engine.spec)
-    if engine.plan.one_pass or not names:  # nobody will ask
-        return state.table.new_zeros(len(names), state.table.shape[1] if names else 0)
-    state.fill_empty_rows(engine.spec)
-    return torch.stack([state[name] for name in names])

@@ -60,10 +60,13 @@ def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> N
 
 def measure_norms(inputs: LossInputs, options: LossOptions) -> Norms:
     """What the layout must know of the lengths of rows. Warns of likely mistakes on the way."""
-    on_cpu = inputs.rows.device.type == "cpu"
     watched = options.normalize is None and (options.function, "norms") not in _warned
+    # The bound saves a look at every tile, if it costs less. An accelerator has no use for it.
+    num_rows, num_columns = len(inputs.rows), len(inputs.rows if inputs.columns is None else inputs.columns)
+    on_cpu = inputs.rows.device.type == "cpu"
+    bounded = on_cpu and num_rows * num_columns >= (num_rows + num_columns) * inputs.rows.shape[1]
     norms: list[Tensor | None] = [None] * 3
-    if options.normalize or on_cpu or watched:  # an accelerator has no use for the bound
+    if options.normalize or watched or bounded:
         norms = [None if x is None else row_norms(x) for x in inputs.features]
     found = [x for x in norms if x is not None and len(x)]
     _warn_of_mistakes(inputs, options, found if watched else [])
@@ -77,7 +80,8 @@ def row_norms(features: Tensor) -> Tensor:
     dtype = compute_dtype(features)
     if features.dtype == dtype:
         return torch.linalg.vector_norm(features, dim=1)
-    return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in feature_strips(features)])
+    strips = features.split(strip_height(features))
+    return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in strips])
 
 
 def inverse_norms(norms: Tensor) -> Tensor:
@@ -85,9 +89,9 @@ def inverse_norms(norms: Tensor) -> Tensor:
     return norms.reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
 
 
-def feature_strips(features: Tensor) -> tuple[Tensor, ...]:
-    """Rows at a time where features are converted outside of tiles: about 1 MiB in float32."""
-    return torch.split(features, max(1, 2**18 // features.shape[1]))
+def strip_height(features: Tensor) -> int:
+    """Rows at a time where features are read outside of tiles: about 1 MiB in float32."""
+    return max(1, 2**18 // features.shape[1])
 
 
 # ---- warnings

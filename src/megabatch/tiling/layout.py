@@ -4,6 +4,7 @@ On both sides all ranks' rows of one input come in rank order, and those of the 
 begins is arithmetic on the numbers of rows that the ranks have exchanged.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any
@@ -45,13 +46,14 @@ class Layout:
     ) -> None:
         self.spec, self.ranks, self.infos = spec, ranks, infos
         self.overlap, self.gathers = overlap, gathers
-        self.row_inputs, self.column_inputs = ((0, 1), (0, 1)) if spec.symmetric else ((0,), (1, 2))
+        self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
+        self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
         self._row_offsets, self._column_offsets = self._offsets(self.row_inputs), self._offsets(self.column_inputs)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
         self.normalized = norms.inverse[0] is not None
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
         self.rows, self.columns = self._own_blocks(inputs, norms)
-        self._strips: tuple[list[Block], list[Block]] | None = None
+        self._strips: tuple[list[Block], list[Block]] = [], []
 
     def _offsets(self, which: tuple[int, ...]) -> dict[int, list[int]]:
         """By input: where every rank's rows begin."""
@@ -122,7 +124,7 @@ class Layout:
             collected: Name of the member that other ranks add up for columns: "state", "grad", or "" for none.
         """
         rows, columns = self._strips = self._own_strips(height, width)
-        own = cross(rows, columns, self.spec.symmetric)
+        own = self._own_tiles(rows, columns)
         if self.ranks.size == 1:
             yield from own
             return
@@ -133,6 +135,16 @@ class Layout:
             else:
                 blocks = remote.unpack(step.owner, step.block, step.sums)
                 yield from cross(*self._shared_strips(step.owner, rows, blocks, width))
+
+    def _own_tiles(self, rows: list[Block], columns: list[Block]) -> Iterator[list[Tile]]:
+        yield from cross(rows, columns, self.spec.symmetric)
+        for strip in rows + columns:
+            strip.finish_grad()
+
+    def shared_max(self) -> float:
+        """The `max` of the states of all own rows and columns, where the host knows that it is one number; else NaN."""
+        found = {strip.state.shared_max for side in self._strips for strip in side}
+        return found.pop() if len(found) == 1 and self.ranks.size == 1 else math.nan
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
         """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses.state import saved_fields
+from ..losses.state import state_fields
 from . import engine
 from .engine import Gradients, SavedNumbers, SavedTensors
 from .options import LossInputs, LossOptions, compute_dtype
@@ -24,8 +24,8 @@ with torch.inference_mode(False):  # whatever mode the import happens in
 _NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields)
 
 
-def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """The loss and its statistics."""
+def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
+    """The loss and, where they are asked for, its statistics."""
     anchor = _ANCHOR if options.group else None
     if torch.compiler.is_compiling() or type(inputs.rows) not in (Tensor, torch.nn.Parameter):
         value, stats, *_ = contrast(*inputs, anchor, options.encode())
@@ -42,13 +42,14 @@ def _without_autocast(features: Tensor) -> AbstractContextManager[Any]:
 
 class _ContrastiveLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, bool]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None, bool]:
         *tensors, _, ctx.options = arguments
         inputs = LossInputs(*tensors)
         with _without_autocast(inputs.rows):
             value, stats, saved, ctx.numbers = engine.forward(inputs, ctx.options)
         ctx.save_for_backward(*inputs, *saved)
-        ctx.mark_non_differentiable(stats)
+        if stats is not None:
+            ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
         return value, stats, ctx.numbers.joins_backward
 
@@ -59,9 +60,10 @@ class _ContrastiveLoss(torch.autograd.Function):
             return nothing
         tensors = ctx.saved_tensors
         inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), SavedTensors(*tensors[_NUM_INPUTS:])
-        with torch.no_grad(), _without_autocast(upstream):
+        creates_graph = torch.is_grad_enabled()
+        with torch.no_grad() if creates_graph else nullcontext(), _without_autocast(upstream):
             gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
-        if torch.is_grad_enabled():  # create_graph=True
+        if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
             gradients = Gradients(*(None if g is None else _Refuse.apply(g, *leaves) for g in gradients))
         return *gradients, *nothing[len(gradients) :]
@@ -89,19 +91,20 @@ _INPUTS = (
     "Tensor? row_ids, Tensor? column_ids, Tensor? negative_ids, Tensor? positives, Tensor? weight, "
     "Tensor? anchor, str options"
 )
-_SAVED = "Tensor row_state, Tensor column_state, Tensor kept, Tensor scalars, Tensor numbers"
+_SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor numbers"
 
 
 @torch.library.custom_op(
     "megabatch::contrast",
     mutates_args=(),
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     """value, stats, *SavedTensors, SavedNumbers as a tensor on the CPU."""
     *tensors, _, code = arguments
     with _without_autocast(arguments[0]):
         value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
+    stats = value.new_zeros(engine.NUM_STATS, dtype=torch.float64) if stats is None else stats
     return value, stats, *saved, _pack(numbers)
 
 
@@ -110,19 +113,17 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments
     inputs, options = LossInputs(*tensors), LossOptions.decode(code)
     rows, spec = inputs.rows, options.spec
-    num_rows = rows.shape[0]
-    if spec.symmetric and inputs.columns is not None:
-        num_rows = num_rows + inputs.columns.shape[0]
-    fields = len(saved_fields(spec))
+    num_rows, num_columns, num_negatives = (0 if x is None else x.shape[0] for x in inputs.features)
+    num_fields = len(state_fields(spec, options.return_stats))
+    num_losses = num_rows + num_columns if spec.symmetric else num_rows
     context = torch.library.get_ctx()
     double = torch.float64
     return (
-        rows.new_empty((num_rows,) if options.reduction == "none" else (), dtype=compute_dtype(rows)),
+        rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=compute_dtype(rows)),
         rows.new_empty(engine.NUM_STATS, dtype=double),
-        rows.new_empty((fields, num_rows) if fields else (0, 0), dtype=double),
-        rows.new_empty((fields, num_rows) if spec.column_loss else (0, 0), dtype=double),
+        rows.new_empty((num_fields, num_rows + num_columns + num_negatives), dtype=double),
         rows.new_empty(context.new_dynamic_size(), dtype=compute_dtype(rows)),
-        rows.new_empty(3, dtype=double),
+        rows.new_empty(context.new_dynamic_size(), dtype=double),
         rows.new_empty(context.new_dynamic_size(), dtype=double, device="cpu"),
     )
 
@@ -161,13 +162,14 @@ def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
 def _pack(numbers: SavedNumbers) -> Tensor:
     plan = numbers.plan
     known = [plan.rows, plan.columns, plan.one_pass, plan.kept, numbers.forward_number, numbers.joins_backward]
-    return torch.tensor([*known, *numbers.max_norms, *numbers.marks], dtype=torch.float64)
+    known += [*numbers.max_norms, numbers.shared_max, numbers.denominator, *numbers.marks]
+    return torch.tensor(known, dtype=torch.float64)
 
 
 def _unpack(packed: Tensor) -> SavedNumbers:
     rows, columns, one_pass, kept, forward_number, joins_backward, *rest = packed.tolist()
     plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
-    return SavedNumbers(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3:])
+    return SavedNumbers(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3], rest[4], rest[5:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
