@@ -148,7 +148,8 @@ class InfoNCEKeywords(LossKeywords, _Smoothing, _SameIds, total=False):
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 _Given = TypeVar("_Given", bound=Mapping[str, object])
-_defaults: dict[str, dict[str, Any]] = {}  # of the options, by function or class
+# By function or class; a function of `reference` shares the entry of its twin.
+_defaults: dict[str, dict[str, Any]] = {}
 _signatures: dict[str, inspect.Signature] = {}
 
 

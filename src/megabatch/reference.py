@@ -215,7 +215,7 @@ def retrieval_ranks(
         positives = torch.arange(len(s), device=s.device)
     positive_score = s.gather(1, positives[:, None].long())
     query_length, key_length = (torch.linalg.vector_norm(x, dim=1).nan_to_num(0, 0) for x in (query, key))
-    bound = 2 * key.shape[1] * torch.finfo(torch.float64).eps * query_length[:, None] * key_length.amax()
+    bound: Tensor = 2 * key.shape[1] * torch.finfo(torch.float64).eps * query_length[:, None] * key_length.amax()
     above = (s > positive_score + bound).sum(1)
     return above.masked_fill(positive_score[:, 0].isnan(), len(key))
 
