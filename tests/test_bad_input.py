@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 
 import megabatch
-from megabatch import checks
+from megabatch import checks, functional
 from megabatch.tiling import guards
 
 N, D = 4, 8
@@ -39,6 +40,11 @@ VECTORS = [  # loss, a vector of integers, whose rows it counts
     ("info_nce_loss", "negative_ids", "negatives"),
     ("info_nce_loss", "positives", "query"),
     ("supcon_loss", "labels", "features"),
+]
+CONVERTIBLE = [
+    (numpy.arange(4), "torch.from_numpy"),
+    ([0, 1, 2, 3], "torch.as_tensor"),
+    ((0, 1, 2, 3), "torch.as_tensor"),
 ]
 FLOATS = "(float64, float32, bfloat16 or float16)"
 INTEGERS = "(int64, int32, int16, int8 or uint8)"
@@ -125,6 +131,29 @@ def test_negatives_of_each_query_are_met_with_flatten() -> None:
 def test_features_must_be_tensors(loss: str, argument: str, value: object) -> None:
     said = f"{argument} must be a tensor, got {type(value).__name__}."
     assert_refused(loss, TypeError, said, **{argument: value})
+
+
+@every_feature
+@pytest.mark.parametrize(("value", "use"), CONVERTIBLE, ids=lambda x: type(x).__name__)
+def test_features_of_other_kinds_are_met_with_the_conversion(loss: str, argument: str, value: Any, use: str) -> None:
+    said = f"{argument} must be a tensor, got {type(value).__name__}. Use {use}({argument})."
+    assert_refused(loss, TypeError, said, **{argument: value})
+
+
+@every_loss
+@pytest.mark.parametrize(("value", "use"), CONVERTIBLE, ids=lambda x: type(x).__name__)
+def test_weights_of_other_kinds_are_met_with_the_conversion(loss: str, value: Any, use: str) -> None:
+    said = f"weight must be a tensor, got {type(value).__name__}. Use {use}(weight)."
+    assert_refused(loss, TypeError, said, weight=value)
+
+
+@every_vector
+@pytest.mark.parametrize(("value", "use"), CONVERTIBLE, ids=lambda x: type(x).__name__)
+def test_vectors_of_other_kinds_are_met_with_the_conversion(
+    loss: str, argument: str, rows_of: str, value: Any, use: str
+) -> None:
+    said = f"{argument} must be a tensor, got {type(value).__name__}. Use {use}({argument})."
+    assert_refused(loss, TypeError, said, **with_vector(argument, value))
 
 
 @pytest.mark.parametrize(("loss", "argument"), [*FIRST.items(), *SECOND.items(), ("supcon_loss", "labels")])
@@ -289,7 +318,7 @@ def test_scale_or_temperature_must_be_given(loss: str, changes: dict[str, Any], 
 
 
 @every_loss
-@pytest.mark.parametrize("value", [0, 0.0, -0.5, math.inf, math.nan], ids=repr)
+@pytest.mark.parametrize("value", [0, 0.0, -0.5, -10.0, math.inf, math.nan], ids=repr)
 def test_temperature_must_be_positive_and_finite(loss: str, value: float) -> None:
     said = f"temperature must be positive and finite, got {value}."
     assert_refused(loss, ValueError, said, logit_scale=None, temperature=value)
@@ -313,6 +342,84 @@ def test_scale_below_one_is_warned_of_once(loss: str) -> None:
     assert [warning.filename for warning in caught] == [__file__]
     run(loss, logit_scale=0.07)
     run(loss, logit_scale=0.08)  # a schedule does not warn at every step
+
+
+@every_loss
+def test_temperature_above_one_is_warned_of_once(loss: str) -> None:
+    said = f"{loss}: temperature=20 is above 1 and looks like a logit_scale. It divides the logits; "
+    said += "if 1 / 20 is meant, pass temperature=1 / 20."
+    with pytest.warns(UserWarning, match=re.escape(said)) as caught:
+        getattr(megabatch, loss)(**good(loss) | {"logit_scale": None, "temperature": 20.0})
+    assert [warning.filename for warning in caught] == [__file__]
+    run(loss, logit_scale=None, temperature=20.0)
+    run(loss, logit_scale=None, temperature=30)
+
+
+@every_loss
+@pytest.mark.parametrize("value", [0.07, 1, 1.0], ids=repr)
+def test_other_temperatures_are_not_warned_of(loss: str, value: float) -> None:
+    assert run(loss, logit_scale=None, temperature=value).isfinite()
+
+
+def test_one_warning_does_not_hide_another() -> None:
+    with pytest.warns(UserWarning, match=r"^clip_loss: logit_scale=0\.5 is below 1"):
+        run("clip_loss", logit_scale=0.5)
+    with pytest.warns(UserWarning, match=r"^clip_loss: temperature=2 is above 1"):
+        run("clip_loss", logit_scale=None, temperature=2.0)
+    with pytest.warns(UserWarning, match=r"^siglip_loss: logit_scale=0\.5 is below 1"):
+        run("siglip_loss", logit_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("scale", "given_as", "said"),
+    [
+        (0.07, "logit_scale", "logit_scale=0.07 is below 1 and looks like a temperature"),
+        (
+            torch.tensor(20.0).reciprocal().item(),
+            "temperature",
+            "temperature=20 is above 1 and looks like a logit_scale",
+        ),
+    ],
+)
+def test_a_scale_is_told_as_it_was_given(scale: float, given_as: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=f"^f: {re.escape(said)}"):
+        checks.warn_scale("f", scale, given_as)
+    for other in (1.0, 14.0, 0.0, -0.5, math.nan):
+        checks.warn_scale("g", other, given_as)
+
+
+@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
+def test_a_module_that_starts_below_one_is_warned_of(name: str) -> None:
+    said = f"{name}: init_logit_scale=0.07 is below 1 and looks like a temperature. It multiplies the logits; "
+    said += "if 1 / 0.07 is meant, pass init_logit_scale=1 / 0.07."
+    with pytest.warns(UserWarning, match=re.escape(said)) as caught:
+        getattr(megabatch, name)(0.07)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("name", ["InfoNCELoss", "NTXentLoss", "SupConLoss"])
+def test_a_module_of_a_temperature_above_one_is_warned_of(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"^{name}: temperature=20 is above 1 and looks like a logit_scale"):
+        getattr(megabatch, name)(temperature=20.0)
+
+
+@every_loss
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.07}, {"logit_scale": None, "temperature": 20.0}], ids=repr)
+@pytest.mark.filterwarnings("error")
+def test_warnings_are_issued_where_all_ranks_hear_of_an_error(
+    loss: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under -W error a warning is one, and must not leave the other ranks waiting."""
+    heard = []
+
+    class Recorded(functional.refuse_together):
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+            heard.append(kind)
+
+    monkeypatch.setattr(functional, "refuse_together", Recorded)
+    with pytest.raises(UserWarning, match="looks like a"):
+        run(loss, **changes)
+    assert heard == [UserWarning]
 
 
 @every_loss
@@ -457,12 +564,6 @@ def test_vectors_must_be_integers(loss: str, argument: str, rows_of: str, dtype:
 
 
 @every_vector
-def test_vectors_must_be_tensors(loss: str, argument: str, rows_of: str) -> None:
-    said = f"{argument} must be a tensor, got list. Use torch.as_tensor({argument})."
-    assert_refused(loss, TypeError, said, **with_vector(argument, [0, 1, 2, 3]))
-
-
-@every_vector
 def test_vectors_must_be_on_the_device_of_the_features(loss: str, argument: str, rows_of: str) -> None:
     said = f"{argument} must be on the device of {rows_of}, cpu, got meta. Move it with .to()."
     assert_refused(loss, ValueError, said, **with_vector(argument, torch.arange(N, device="meta")))
@@ -472,6 +573,18 @@ def test_vectors_must_be_on_the_device_of_the_features(loss: str, argument: str,
 def test_positives_must_be_rows_of_key(values: list[int], got: str) -> None:
     said = f"positives must be rows of key, 0 to 3, got {got}."
     assert_refused("info_nce_loss", ValueError, said, positives=torch.tensor(values))
+
+
+def test_several_positives_per_query_are_met_with_ids() -> None:
+    said = "positives must have one entry for every row of query, shape (4,), got (4, 2). For several positives per "
+    said += "query, give query_ids and key_ids with same_ids='positive'."
+    assert_refused("info_nce_loss", ValueError, said, positives=torch.zeros(N, 2, dtype=torch.int64))
+
+
+def test_several_positives_per_query_are_refused_by_ranks() -> None:
+    said = r"positives must have one entry .*, shape \(4,\), got \(4, 2\)\. For several positives per query, rank each"
+    with pytest.raises(ValueError, match=f"^retrieval_ranks: {said}"):
+        megabatch.retrieval_ranks(unit_rows(), unit_rows(), positives=torch.zeros(N, 2, dtype=torch.int64))
 
 
 def test_positives_must_not_be_rows_of_negatives() -> None:
@@ -596,9 +709,32 @@ def test_memory_budget_must_be_positive(loss: str, value: object) -> None:
 
 
 @every_loss
-@pytest.mark.parametrize("value", ["1MiB", "0.5 MiB", " 800 kb ", "20000", 20000], ids=repr)
+@pytest.mark.parametrize("value", ["1MiB", "1M", "0.5 MiB", " 800 kb ", "64k", "20000", 20000], ids=repr)
 def test_memory_budget_may_be_words(loss: str, value: object) -> None:
     assert run(loss, memory_budget=value).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [
+        ("64k", 64 * 2**10),
+        ("512M", 512 * 2**20),
+        ("512 m", 512 * 2**20),
+        ("512MiB", 512 * 2**20),
+        ("512MB", 512 * 10**6),
+        ("2G", 2 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("2GB", 2 * 10**9),
+        ("1T", 2**40),
+        ("1TiB", 2**40),
+        ("1TB", 10**12),
+        ("3KB", 3000),
+        ("100B", 100),
+        ("100", 100),
+    ],
+)
+def test_sizes_without_a_b_are_powers_of_1024(size: str, number: int) -> None:
+    assert checks.parse_budget("f", size) == number
 
 
 LARGER = 45  # rows: more than the smallest tile the plan makes by itself

@@ -275,7 +275,7 @@ def test_nt_xent_matches_a_double_loop(same_ids, weight):
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_supcon_matches_a_double_loop_and_leaves_lonely_anchors_out(smoothing, weight):
+def test_supcon_matches_a_double_loop_and_leaves_anchors_without_positives_out(smoothing, weight):
     x = features()
     ids = IDS.tolist()
 
@@ -520,6 +520,64 @@ def test_ranks_normalise_when_asked_to():
     query, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [5.0, 5.0]])
     assert reference.retrieval_ranks(query, key).tolist() == [1]
     assert reference.retrieval_ranks(query, key, normalize=True).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "width"), [(3, 5, 7), (65, 500, 300), (31, 33, 512)])
+def test_equal_keys_tie_in_every_dtype(queries, keys, width, normalized, dtype):
+    query, key = torch.randn(queries, width).to(dtype), torch.randn(1, width).to(dtype).repeat(keys, 1)
+    query[0] *= 1000
+    ranks = reference.retrieval_ranks(query, key, positives=torch.randint(keys, (queries,)), normalize=normalized)
+    assert torch.equal(ranks, torch.zeros_like(ranks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_keys_that_differ_in_the_last_digit_do_not_tie(dtype):
+    width = 64
+    key = torch.ones(3, width, dtype=dtype)
+    key[1] += 2000 * torch.finfo(dtype).eps  # above the rounding of a float64 product of 64 numbers
+    key[2] -= 2000 * torch.finfo(dtype).eps
+    assert reference.retrieval_ranks(torch.ones(3, width, dtype=dtype), key).tolist() == [1, 0, 2]
+
+
+def test_a_positive_that_scores_nan_comes_last_and_leaves_other_queries_alone():
+    query, key = torch.randn(6, 4), torch.randn(8, 4)
+    expected = reference.retrieval_ranks(query, key)
+    assert expected.max() > 0
+    broken = torch.cat([key, torch.full((1, 4), torch.nan), torch.full((1, 4), torch.inf)])
+    assert torch.equal(reference.retrieval_ranks(query.abs(), broken[:9]), reference.retrieval_ranks(query.abs(), key))
+    assert torch.equal(reference.retrieval_ranks(query.abs(), broken), reference.retrieval_ranks(query.abs(), key) + 1)
+    query[2] = torch.nan
+    assert reference.retrieval_ranks(query, key).tolist() == expected.index_fill(0, torch.tensor([2]), 8).tolist()
+
+
+def test_topk_leaves_out_the_row_of_each_query():
+    query, key = features().detach(), features(N + 2).detach()
+    excluded = (query @ key.T).argmax(1)
+    values, indices = reference.similarity_topk(query, key, 3, exclude=excluded)
+    for i, positive in enumerate(excluded.tolist()):
+        order = [j for j in (key @ query[i]).argsort(descending=True).tolist() if j != positive]
+        assert indices[i].tolist() == order[:3]
+        close(values[i], key[indices[i]] @ query[i])
+
+
+def test_topk_leaves_out_the_keys_of_the_id_of_each_query():
+    query, key = features().detach(), features(N + 2).detach()
+    key_ids = torch.tensor([7, 7, 8, 9, 9, 1, 2])
+    key[[1, 2, 3]] = query[[0, 1, 3]]  # each query's best key has its id
+    _, indices = reference.similarity_topk(query, key, 4, exclude=(IDS, key_ids))
+    for i, own in enumerate(IDS.tolist()):
+        order = [j for j in (key @ query[i]).argsort(descending=True).tolist() if key_ids[j] != own]
+        assert indices[i].tolist() == order[:4]
+
+
+def test_topk_of_fewer_keys_than_asked_for_ends_in_minus_infinity_and_minus_one():
+    query, key = features().detach(), features(3).detach()
+    values, indices = reference.similarity_topk(query, key, 3, exclude=(torch.zeros(N), torch.tensor([0, 1, 0])))
+    assert torch.equal(indices, torch.tensor([[1, -1, -1]]).expand(N, 3))
+    assert values[:, 1:].isneginf().all()
+    close(values[:, 0], query @ key[1])
 
 
 def test_topk_gives_the_best_keys_in_order():

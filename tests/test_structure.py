@@ -164,10 +164,6 @@ def test_reference_offers_exactly_the_twins():
     assert {name for name in megabatch.__all__ if name.endswith("_loss")} == set(LOSSES)
 
 
-# Ends with the tiled similarity_topk that takes `exclude`, which then fails this mark.
-EXCLUDE_TO_COME = pytest.mark.xfail(reason="retrieval.py does not take `exclude` yet", strict=True)
-
-
-@pytest.mark.parametrize("name", [*WITH_TWIN[:-1], pytest.param("similarity_topk", marks=EXCLUDE_TO_COME)])
+@pytest.mark.parametrize("name", WITH_TWIN)
 def test_twins_have_the_same_signature(name):
     assert parameters(getattr(megabatch, name)) == parameters(getattr(reference, name))

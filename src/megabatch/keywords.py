@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypedDict, get_type_hints
 
-# Of the options in signatures.
+# Order of the options in signatures.
 _ORDER = ["learnable", "max_logit_scale", "temperature", "normalize", "label_smoothing", "weight", "ids", "query_ids"]
 _ORDER += ["key_ids", "negative_ids", "same_ids", "reduction", "return_stats", "group", "grad_reduction", "exchange"]
 _ORDER += ["overlap", "tile", "memory_budget", "backend"]
@@ -33,11 +33,12 @@ class LeftOut(Enum):
 Scalar = float | Tensor
 Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | None
 LogitScale = Annotated[Scalar | None, "1 / temperature, already exponentiated. A 0-d or [1] tensor gets its gradient."]
-MaxLogitScale = Annotated[float | None, 100, "Upper bound of a learnable scale, kept in training. None: no bound."]
+MaxLogitScale = Annotated[float | None, 100, "Upper bound of a learnable scale, applied in training. None: no bound."]
 Normalize = Annotated[
     bool | None,
     None,
-    "True: L2-normalise rows. False: use them as given. None: the same, and warn if not of unit length.",
+    "True: L2-normalise rows, in float32. False: use them as given. None: use them as given, and warn once if those of "
+    "the first batch are not of unit length.",
 ]
 
 
@@ -48,7 +49,11 @@ class ExecutionKeywords(TypedDict, total=False):
         "Ranks whose rows make up the batch, any number of rows on each. The value is the same on all. None: this "
         "process alone. May be left out unless torch.distributed runs with several ranks.",
     ]
-    exchange: Annotated[str, "auto", '"ring": columns pass from rank to rank. "gather": all at once. "auto": as fits.']
+    exchange: Annotated[
+        str,
+        "auto",
+        '"ring": columns pass from rank to rank. "gather": all at once. "auto": gather if the budget allows.',
+    ]
     overlap: Annotated[bool, True, "False: transfers between ranks are blocking."]
     tile: Annotated[
         int | tuple[int, int] | None, None, "Side, or (height, width), of a tile. None: chosen by the plan."
@@ -104,7 +109,7 @@ class _LearnedScale(TypedDict, total=False):
 class _FixedTemperature(TypedDict, total=False):
     learnable: Annotated[bool, False, "Whether the temperature is trained, as the parameter `logit_scale`."]
     max_logit_scale: MaxLogitScale
-    normalize: Annotated[bool | None, True, "True: L2-normalise rows. False: use them as given."]
+    normalize: Annotated[bool | None, True, "True: L2-normalise rows, in float32. False: use them as given."]
 
 
 class SigLipModuleKeywords(ResultKeywords, _LearnedScale, _SameIds): ...
@@ -120,7 +125,7 @@ class InfoNCEModuleKeywords(SupConModuleKeywords, _SameIds): ...
 
 
 class LossKeywords(ResultKeywords, total=False):
-    temperature: Annotated[Scalar | None, None, "In place of `logit_scale`, of which it is the inverse."]
+    temperature: Annotated[Scalar | None, None, "1 / logit_scale, in its place."]
     normalize: Normalize
     weight: Annotated[
         Tensor | None,
@@ -148,7 +153,8 @@ class InfoNCEKeywords(LossKeywords, _Smoothing, _SameIds, total=False):
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 _Given = TypeVar("_Given", bound=Mapping[str, object])
-_defaults: dict[str, dict[str, Any]] = {}  # of the options, by function or class
+# By function or class; a function of `reference` shares the entry of its twin.
+_defaults: dict[str, dict[str, Any]] = {}
 _signatures: dict[str, inspect.Signature] = {}
 
 

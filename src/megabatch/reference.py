@@ -9,7 +9,7 @@ Letters in this file: N rows, M columns, K extra negatives, D width; s[i, j] is 
 A pair is *positive*, or it is a negative, or it is not *valid* and does not count at all.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def clip_loss(
     A softmax does not see a bias, so `logit_bias` changes nothing; its gradient is zero. Rows with one id are no
     negatives of each other ("mask") or are positives of each other ("positive").
     """
-    options = _complete("clip_loss", logit_scale, options)
+    options = _complete("clip_loss", options, logit_scale)
     s = _logits(image_features, text_features, logit_scale, options)
     if logit_bias is not None:
         s = s + 0 * _scalar(logit_bias, s)
@@ -71,13 +71,13 @@ def clip_loss(
     text = _softmax(s.T, positive.T, valid.T, options["label_smoothing"])
     return _finish(
         options,
-        loss=(image.loss + text.loss) / 2,
-        loss_image_to_text=image.loss,
-        loss_text_to_image=text.loss,
-        accuracy=(image.accuracy + text.accuracy) / 2,
-        accuracy_image_to_text=image.accuracy,
-        accuracy_text_to_image=text.accuracy,
-        positive_logit=image.positive_logit,
+        loss=(image["loss"] + text["loss"]) / 2,
+        loss_image_to_text=image["loss"],
+        loss_text_to_image=text["loss"],
+        accuracy=(image["accuracy"] + text["accuracy"]) / 2,
+        accuracy_image_to_text=image["accuracy"],
+        accuracy_text_to_image=text["accuracy"],
+        positive_logit=image["positive_logit"],
     )
 
 
@@ -100,7 +100,7 @@ def info_nce_loss(
     A query and a column with one id are no negatives ("mask") or are positives ("positive"). Extra negatives take part
     in this only where `negative_ids` says what they are.
     """
-    options = _complete("info_nce_loss", logit_scale, options)
+    options = _complete("info_nce_loss", options, logit_scale)
     if negatives is None:
         negatives = key[:0]
     s = _logits(query, torch.cat([_float(key), _float(negatives)]), logit_scale, options)
@@ -108,8 +108,7 @@ def info_nce_loss(
     same_negative = _equal(options["query_ids"], options["negative_ids"], s[:, len(key) :])
     same = torch.cat([same_key, same_negative], dim=1)
     positive, valid = _relation(_one_hot(s, positives), same, options["same_ids"])
-    rows = _softmax(s, positive, valid, options["label_smoothing"])
-    return _finish(options, **rows._asdict())
+    return _finish(options, **_softmax(s, positive, valid, options["label_smoothing"]))
 
 
 @with_keywords
@@ -128,7 +127,7 @@ def siglip_loss(
 
     Pairs of rows with one id are dropped ("mask") or are matches ("positive").
     """
-    options = _complete("siglip_loss", logit_scale, options)
+    options = _complete("siglip_loss", options, logit_scale)
     s = _logits(image_features, text_features, logit_scale, options)
     if logit_bias is not None:
         s = s + _scalar(logit_bias, s)
@@ -159,14 +158,13 @@ def nt_xent_loss(
 
     `weight` and `ids` are given once per row and hold for both views.
     """
-    options = _complete("nt_xent_loss", logit_scale, options)
+    options = _complete("nt_xent_loss", options, logit_scale)
     x = torch.cat([_float(view1), _float(view2)])
     s = _logits(x, x, logit_scale, options)
     itself = _one_hot(s)
     ids, options["weight"] = _twice(options["ids"]), _twice(options["weight"])
     positive, valid = _relation(itself.roll(len(view1), dims=1), _equal(ids, ids, s) & ~itself, options["same_ids"])
-    rows = _softmax(s, positive, valid & ~itself, options["label_smoothing"])
-    return _finish(options, **rows._asdict())
+    return _finish(options, **_softmax(s, positive, valid & ~itself, options["label_smoothing"]))
 
 
 @with_keywords
@@ -183,14 +181,14 @@ def supcon_loss(
 
     Anchors without positives are left out of the mean; if no anchor has any, the loss is 0.
     """
-    options = _complete("supcon_loss", logit_scale, options)
+    options = _complete("supcon_loss", options, logit_scale)
     s = _logits(features, features, logit_scale, options)
     itself = _one_hot(s)
     positive = _equal(labels, labels, s) & ~itself
     rows = _softmax(s, positive, ~itself, options["label_smoothing"])
-    weight = torch.ones_like(rows.loss) if options["weight"] is None else options["weight"]
+    weight = torch.ones_like(rows["loss"]) if options["weight"] is None else options["weight"]
     options["weight"] = weight * positive.any(1)  # 0 for an anchor without positives
-    return _finish(options, **rows._asdict())
+    return _finish(options, **rows)
 
 
 @with_keywords
@@ -207,15 +205,14 @@ def retrieval_ranks(
     the rounding error is allowed for, so that equal keys tie. A query whose positive scores NaN gets M: it was not
     found. Rows that are not finite count as length 0 in the bound.
     """
-    options = complete("retrieval_ranks", options)
-    _check_group("retrieval_ranks", options)
+    options = _complete("retrieval_ranks", options)
     query, key = (_features(x.double(), options["normalize"]) for x in (query, key))
     s = _product(query, key)
     if positives is None:
         positives = torch.arange(len(s), device=s.device)
     positive_score = s.gather(1, positives[:, None].long())
     query_length, key_length = (torch.linalg.vector_norm(x, dim=1).nan_to_num(0, 0) for x in (query, key))
-    bound = 2 * key.shape[1] * torch.finfo(torch.float64).eps * query_length[:, None] * key_length.amax()
+    bound: Tensor = 2 * key.shape[1] * torch.finfo(torch.float64).eps * query_length[:, None] * key_length.amax()
     above = (s > positive_score + bound).sum(1)
     return above.masked_fill(positive_score[:, 0].isnan(), len(key))
 
@@ -240,8 +237,7 @@ def similarity_topk(
     Returns:
         Values and indices, both [N, k], best first.
     """
-    options = complete("similarity_topk", options)
-    _check_group("similarity_topk", options)
+    options = _complete("similarity_topk", options)
     s = _product(*(_features(x, options["normalize"]) for x in (query, key)))
     numbers = torch.arange(len(key), device=key.device)
     query_ids, key_ids = exclude if isinstance(exclude, tuple) else (exclude, numbers)
@@ -303,7 +299,7 @@ def _equal(row_ids: Tensor | None, column_ids: Tensor | None, s: Tensor) -> Tens
 
 
 def _relation(target: Tensor, same: Tensor, same_ids: str) -> tuple[Tensor, Tensor]:
-    """(positive, valid): what the pairs of one id are, beside the target, is for `same_ids` to say."""
+    """(positive, valid) of all pairs, given the targets, the pairs of equal ids and `same_ids`."""
     if same_ids == "positive":
         return target | same, torch.ones_like(target)
     return target, target | ~same
@@ -312,17 +308,11 @@ def _relation(target: Tensor, same: Tensor, same_ids: str) -> tuple[Tensor, Tens
 # What comes out of each row.
 
 
-class _Rows(NamedTuple):
-    loss: Tensor
-    accuracy: Tensor
-    positive_logit: Tensor
-
-
-def _softmax(s: Tensor, positive: Tensor, valid: Tensor, smoothing: float) -> _Rows:
+def _softmax(s: Tensor, positive: Tensor, valid: Tensor, smoothing: float) -> dict[str, Tensor]:
     """Cross entropy of each row over its valid columns, with 1 - smoothing shared equally among its positives."""
     log_p = s.masked_fill(~valid, -torch.inf).log_softmax(1)
     loss = -(1 - smoothing) * _mean(log_p, positive) - smoothing * _mean(log_p, valid)
-    return _Rows(loss, _accuracy(s, positive, valid), _mean(s, positive))
+    return {"loss": loss, "accuracy": _accuracy(s, positive, valid), "positive_logit": _mean(s, positive)}
 
 
 def _accuracy(s: Tensor, positive: Tensor, valid: Tensor) -> Tensor:
@@ -358,26 +348,22 @@ def _finish(options: LossKeywords, *, loss: Tensor, **statistics: Tensor) -> Res
 
 # What is refused.
 
-_Options = TypeVar("_Options", bound=LossKeywords)
+_Options = TypeVar("_Options", bound=ExecutionKeywords)
 
 
-def _complete(name: str, logit_scale: Scalar | None, given: _Options) -> _Options:
-    options = complete(name, given)
-    if (logit_scale is None) == (options["temperature"] is None):
+def _complete(name: str, given: _Options, logit_scale: Scalar | None = None) -> _Options:
+    """The options with their defaults."""
+    options: Any = complete(name, given)
+    if "temperature" in options and (logit_scale is None) == (options["temperature"] is None):
         got = "neither" if logit_scale is None else "both"
         raise ValueError(f"{name}: exactly one of logit_scale and temperature must be given, got {got}.")
     for option, words in {"reduction": ("mean", "sum", "none"), "same_ids": ("mask", "positive")}.items():
-        value = options.get(option, words[0])
-        if value not in words:
-            raise ValueError(f"{name}: {option} must be one of {words}, got {value!r}.")
-    _check_group(name, options)
-    return options
-
-
-def _check_group(name: str, options: ExecutionKeywords) -> None:
-    group: Any = options["group"]
+        if options.get(option, words[0]) not in words:
+            raise ValueError(f"{name}: {option} must be one of {words}, got {options[option]!r}.")
+    group = options["group"]
     if group not in (None, ..., LeftOut.GROUP) and group.size() > 1:
         raise ValueError(
             f"{name}: group must be one process in the dense reference, got {group.size()} ranks. "
             f"Gather the rows first and pass group=None."
         )
+    return cast(_Options, options)
