@@ -327,9 +327,17 @@ def test_temperature_must_be_positive_and_finite(loss: str, value: float) -> Non
 @every_loss
 @pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan], ids=repr)
 def test_temperature_tensor_must_be_positive_and_finite(loss: str, value: float) -> None:
-    """Inside the operator, where a temperature arrives as a scale."""
-    said = "logit_scale (1 / temperature) must be finite, got nan."
+    said = f"temperature must be positive and finite, got {value}."
     temperature = torch.tensor(value, requires_grad=True)
+    assert_refused(loss, ValueError, said, logit_scale=None, temperature=temperature)
+
+
+@every_loss
+def test_a_temperature_that_the_host_cannot_read_is_refused_inside(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where it arrives as a scale."""
+    monkeypatch.setattr(checks, "_is_readable", lambda value: False)
+    said = "logit_scale (1 / temperature) must be finite, got nan."
+    temperature = torch.tensor(-0.5)
     assert_refused(loss, ValueError, said, "a temperature must be positive.", logit_scale=None, temperature=temperature)
 
 
@@ -423,9 +431,22 @@ def test_warnings_are_issued_where_all_ranks_hear_of_an_error(
 
 
 @every_loss
-@pytest.mark.parametrize("value", [0.0, -0.5, 1.0, torch.tensor(0.07)], ids=repr)
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.0, torch.tensor(1.0)], ids=repr)
 def test_other_scales_are_not_warned_of(loss: str, value: Any) -> None:
     assert run(loss, logit_scale=value).isfinite()
+
+
+@every_loss
+@pytest.mark.parametrize(("given", "said"), [("logit_scale", "is below 1"), ("temperature", "is above 1")])
+def test_a_tensor_that_looks_like_the_other_is_warned_of_as_a_number_is(loss: str, given: str, said: str) -> None:
+    value = torch.tensor(0.07 if given == "logit_scale" else 14.0)
+    with pytest.warns(UserWarning, match=said):
+        run(loss, **{"logit_scale": None, given: value})
+
+
+@every_loss
+def test_a_scale_that_was_trained_below_one_is_not_warned_of(loss: str) -> None:
+    run(loss, logit_scale=torch.tensor(-2.0, requires_grad=True).exp())
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
@@ -455,8 +476,9 @@ def test_rows_not_of_unit_length_are_warned_of_once(loss: str) -> None:
     changes = {FIRST[loss]: rows, "normalize": None}
     if loss in SECOND:
         changes[SECOND[loss]] = rows
-    said = f"{loss}: the rows of the first batch are not of unit length, but from 1.5 to 3. Pass normalize=True for "
-    said += "cosine similarity, or normalize=False if dot products are meant."
+    said = f"{loss}: rows are not of unit length, but from 1.5 to 3. Pass normalize=True for cosine similarity, or "
+    said += "normalize=False if dot products are meant."
+    run(loss, normalize=None)  # a first batch that is as it should be
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
         run(loss, **changes)
     assert len(caught) == 1

@@ -77,7 +77,7 @@ def test_topk_of_all_keys_sorts_them() -> None:
         (lambda q, k: megabatch.retrieval_ranks(q, k[:, :2]), "the same width, got 3 and 2"),
         (
             lambda q, k: megabatch.retrieval_ranks(q, k, memory_budget=10),
-            "must be at least 19456 bytes for a tile of 64 x 64",
+            "memory_budget must be at least",
         ),
         (
             lambda q, k: megabatch.retrieval_ranks(q, k, tile=64, memory_budget=99),

@@ -236,7 +236,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     value, stats, denominator = _reduce(engine, state)
     if not plan.one_pass:
         state.fill_empty_rows(spec)
-        scalars = denominator if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
+        scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
     numbers = SavedNumbers(
         plan,
         engine.ranks.num_handshakes,

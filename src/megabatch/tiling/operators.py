@@ -5,6 +5,7 @@ travels in one string, a constant to a compiler. The plan is made inside, from r
 compiles nothing anew. Neither can be differentiated twice.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -159,15 +160,19 @@ def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+_NAN = -torch.finfo(torch.float64).max  # in its place: what is compared with itself should be equal
+
+
 def _pack(numbers: SavedNumbers) -> Tensor:
     plan = numbers.plan
     known = [plan.rows, plan.columns, plan.one_pass, plan.kept, numbers.forward_number, numbers.joins_backward]
     known += [*numbers.max_norms, numbers.shared_max, numbers.denominator, *numbers.marks]
-    return torch.tensor(known, dtype=torch.float64)
+    return torch.tensor([_NAN if math.isnan(number) else number for number in known], dtype=torch.float64)
 
 
 def _unpack(packed: Tensor) -> SavedNumbers:
-    rows, columns, one_pass, kept, forward_number, joins_backward, *rest = packed.tolist()
+    numbers = [math.nan if number == _NAN else number for number in packed.tolist()]
+    rows, columns, one_pass, kept, forward_number, joins_backward, *rest = numbers
     plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
     return SavedNumbers(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3], rest[4], rest[5:])
 
