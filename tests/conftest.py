@@ -61,7 +61,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def fresh_start() -> None:
     torch.manual_seed(0)
-    workspace.release()
+    workspace.empty_cache()
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +100,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
-    monkeypatch.setattr(workspace, "LARGEST_KEPT", 0)  # used memory is not asked for a second time
+    monkeypatch.setattr(workspace, "LARGEST_CACHED", 0)  # used memory is not asked for a second time
     for owner, name in UNINITIALISED:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

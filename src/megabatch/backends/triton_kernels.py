@@ -153,15 +153,14 @@ def tile_kernel(
                     column_max = _store_columns(s, column_at, slot, column_mask, EPILOGUE, SMOOTHING)
                 if POSITIVES:
                     positive_sum += positive_count * moved
-                    has_positives = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
-                    if has_positives:
+                    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
                         positive_sum += tl.sum(tl.where(positive, below, 0.0), 1)
                         positive_count += tl.sum(positive.to(tl.float32), 1)
                         top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), 1))
-                    if y_partials is not None:
-                        _store_column_positives(
-                            s, positive, has_positives, column_max, column_at, slot, column_mask, STATS
-                        )
+                        if y_partials is not None:
+                            _store_column_positives(s, positive, column_max, column_at, slot, column_mask, STATS)
+                    elif y_partials is not None:
+                        _store_no_column_positives(column_max, column_at, slot, column_mask, STATS)
         if GRADIENTS:
             if EPILOGUE == "softmax":
                 # row_grad * (probability - aim) of the rows and, where columns have a loss too, of the columns.
@@ -320,9 +319,10 @@ def _logits(
         same = x_id[:, None] == y_id[None, :]
         if ID_RULE == "mask":
             mask &= positive | (same == 0)
-        else:
-            positive = mask & (positive | same)
-    return tl.where(mask, xy * scale + bias, NEG_INF), positive
+    s = tl.where(mask, xy * scale + bias, NEG_INF)
+    if ID_RULE == "positive":
+        positive = (positive | same) & (s != NEG_INF)
+    return s, positive
 
 
 @triton.jit
@@ -367,16 +367,21 @@ def _store_columns(s, at, slot, mask, EPILOGUE: tl.constexpr, SMOOTHING: tl.cons
 
 
 @triton.jit
-def _store_column_positives(s, positive, has_positives, max_, at, slot, mask, STATS: tl.constexpr):
-    total, count, top = tl.zeros_like(max_), tl.zeros_like(max_), tl.zeros_like(max_) + NEG_INF
-    if has_positives:
-        total = tl.sum(tl.where(positive, s - _finite(max_)[None, :], 0.0), 0)
-        count = tl.sum(positive.to(tl.float32), 0)
-        top = tl.max(tl.where(positive, s, NEG_INF), 0)
-    tl.store(at + POSITIVE_SUM * slot, total, mask=mask)
-    tl.store(at + POSITIVE_COUNT * slot, count, mask=mask)
+def _store_column_positives(s, positive, max_, at, slot, mask, STATS: tl.constexpr):
+    below = s - _finite(max_)[None, :]
+    tl.store(at + POSITIVE_SUM * slot, tl.sum(tl.where(positive, below, 0.0), 0), mask=mask)
+    tl.store(at + POSITIVE_COUNT * slot, tl.sum(positive.to(tl.float32), 0), mask=mask)
     if STATS:
-        tl.store(at + TOP_POSITIVE * slot, top, mask=mask)
+        tl.store(at + TOP_POSITIVE * slot, tl.max(tl.where(positive, s, NEG_INF), 0), mask=mask)
+
+
+@triton.jit
+def _store_no_column_positives(max_, at, slot, mask, STATS: tl.constexpr):
+    zeros = tl.zeros_like(max_)
+    tl.store(at + POSITIVE_SUM * slot, zeros, mask=mask)
+    tl.store(at + POSITIVE_COUNT * slot, zeros, mask=mask)
+    if STATS:
+        tl.store(at + TOP_POSITIVE * slot, zeros + NEG_INF, mask=mask)
 
 
 @triton.jit(
