@@ -240,17 +240,17 @@ def test_memory_is_linear_in_the_batch(loss: str) -> None:
 
 
 class Spy:
-    """Counts the tiles that kernels fold."""
+    """Counts the tiles whose statistics kernels compute."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tiles = 0
-        fold = Triton.fold
+        accumulate_statistics = Triton.accumulate_statistics
 
         def counted(*arguments: Any, **options: Any) -> None:
             self.tiles += 1
-            fold(*arguments, **options)
+            accumulate_statistics(*arguments, **options)
 
-        monkeypatch.setattr(Triton, "fold", counted)
+        monkeypatch.setattr(Triton, "accumulate_statistics", counted)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=named)

@@ -1,14 +1,13 @@
 """The triton backend: a kernel per tile whose epilogue is the loss, and library products for the gradients.
 
-Forward: a blocked matrix product reduces each block to partial statistics of its rows and columns; a second, small
-kernel merges them. Backward: the same product, whose epilogue writes the dlogits in bf16, fp16 or float32, and two
-library products. Runs on NVIDIA GPUs from compute capability 8.0 and on AMD GPUs; for tests also on CPU tensors under
-TRITON_INTERPRET=1. It has not run on a GPU yet: it was compiled for them, and tested in the interpreter.
+Forward: a blocked matrix product reduces each block to partial statistics; a second, small kernel merges them.
+Backward: the same product, whose epilogue writes the dlogits, and two library products. For NVIDIA GPUs from compute
+capability 8.0 and AMD GPUs; no GPU has run it yet. Tests run it on CPU tensors under TRITON_INTERPRET=1.
 """
 
 import contextlib
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,8 +22,6 @@ from ..losses.state import State
 from . import triton_settings
 from .backend import Backend, Kept, float32_precision, shaped, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings, Tuning
-
-Partials = tuple[Tensor | None, Tensor | None]  # of the rows and, where they have statistics too, of the columns
 
 DOTS, DLOGITS = math.nan, 1.0  # marks: what is kept of a tile
 SAVED = ("max", "sum_exp", "positive_count", "logit_count")
@@ -81,6 +78,7 @@ class Triton(Backend):
         super().__init__(*arguments, **options)
         self._architecture = triton_settings.architecture(self.device)
         self._precision = triton_settings.precision(float32_precision(self.device), self._architecture)
+        self._kind = self._precision if self.operand_dtype == torch.float32 else "half"
         self._settings: Settings | None = None
         # The interpreter stores bfloat16 as integers and would multiply those.
         self._upcast = self.operand_dtype == torch.bfloat16 and _interprets()
@@ -105,9 +103,7 @@ class Triton(Backend):
         elif device.type == "cuda" and not reasons and not _interprets() and (trouble := _launch_trouble()):
             reasons.append(trouble)
         if dtype.itemsize == 2 and not supports_half_products(device):
-            reasons.append(
-                "this torch cannot multiply bf16/fp16 into float32 here. Use a newer one, or float32 features"
-            )
+            reasons.append("this torch cannot multiply bf16/fp16 into float32 here. Use a newer one, or float32 inputs")
         if dtype == torch.float64:
             reasons.append("the features are float64. Its kernels compute in float32")
         return reasons
@@ -122,8 +118,7 @@ class Triton(Backend):
 
     @staticmethod
     def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
-        """The dlogits, which a sigmoid loss may write to memory for logits, and partial statistics of both sides for
-        blocks of 64 or more."""
+        """Dlogits, which a sigmoid loss may write where logits are kept, and partial statistics by blocks of 64."""
         partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
         dlogits = element if spec.epilogue == "sigmoid" else operand
         return rows * _aligned(columns) * dlogits + partials * torch.float32.itemsize
@@ -137,11 +132,11 @@ class Triton(Backend):
         elif kept is not None:
             kept.mark, dots = DOTS, shaped(kept.buffer, tile.shape)
         settings = self._settings_for(tile, search=True)
-        partials = self._partials(tile, settings)
-        self._run(tile, settings, partials=partials, dots=dots, dlogits=dlogits, gradients=dlogits is not None)
-        down, across = _num_blocks(tile, settings)
-        self._merge(tile, tile.rows, partials[0], across)
-        self._merge(tile, tile.columns, partials[1], down)
+        rows, columns = self._partials(tile, settings)
+        self._run(tile, settings, partials=(rows, columns), dots=dots, dlogits=dlogits, gradients=dlogits is not None)
+        self._merge(tile, tile.rows, rows)
+        if columns is not None:
+            self._merge(tile, tile.columns, columns)
 
     def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
         dlogits = self.dlogits(tile, kept)
@@ -154,11 +149,9 @@ class Triton(Backend):
             return self._dlogits_memory(tile, kept.buffer)
         needed = tile.rows.grad is not None or tile.columns.grad is not None
         dlogits = self._dlogits_memory(tile) if needed else None
-        if kept is None:
-            self._run(tile, self._settings_for(tile), gradients=True, dlogits=dlogits)
-        else:
-            dots = shaped(kept.buffer, tile.shape)
-            self._run(tile, ELEMENTWISE, gradients=True, dlogits=dlogits, dots=dots, dots_given=True)
+        dots = None if kept is None else shaped(kept.buffer, tile.shape)
+        settings = self._settings_for(tile) if kept is None else ELEMENTWISE
+        self._run(tile, settings, gradients=True, dlogits=dlogits, dots=dots, dots_given=kept is not None)
         return dlogits
 
     def scores(self, tile: Tile) -> Tensor:
@@ -177,18 +170,20 @@ class Triton(Backend):
         stride = _aligned(columns) if rows * _aligned(columns) <= memory.numel() else columns
         return shaped(memory, (rows, stride))[:, :columns]
 
-    def _partials(self, tile: Tile, settings: Settings) -> Partials:
-        down, across = _num_blocks(tile, settings)
+    def _partials(self, tile: Tile, settings: Settings) -> tuple[Tensor, Tensor | None]:
+        """Memory for partial statistics, by slot and block: of the rows and, where they have any, of the columns."""
         slots = 7 if self.spec.label_smoothing else 5 if self.stats else 4  # as the kernels number them
         both = self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec)
-        rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32)
-        columns = self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32) if both else None
-        return rows, columns
+        down, across = _num_blocks(tile, settings)
+        rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32).view(slots, across, -1)
+        if not both:
+            return rows, None
+        columns = self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
+        return rows, columns.view(slots, down, -1)
 
     def _id_rule(self, tile: Tile) -> str:
         """What ids mean in this tile."""
-        has_ids = tile.rows.ids is not None and tile.columns.ids is not None
-        return self.spec.id_rule if has_ids else "ignore"
+        return "ignore" if tile.rows.ids is None or tile.columns.ids is None else self.spec.id_rule
 
     # ---- launches
 
@@ -197,7 +192,7 @@ class Triton(Backend):
         tile: Tile,
         settings: Settings,
         *,
-        partials: Partials = (None, None),
+        partials: tuple[Tensor | None, Tensor | None] = (None, None),
         gradients: bool = False,
         dlogits: Tensor | None = None,
         dots: Tensor | None = None,
@@ -207,30 +202,15 @@ class Triton(Backend):
         """The tile kernel. `dots` are read where they are given, else written."""
         from .triton_kernels import tile_kernel
 
-        rows, columns, spec = tile.rows, tile.columns, self.spec
-        x, x_norm = (None, None) if dots_given else self._operand_and_norm("rows", rows)
-        y, y_norm = (None, None) if dots_given else self._operand_and_norm("columns", columns)
-        x_strides, y_strides = ((0, 0) if side is None else side.stride() for side in (x, y))
+        rows, columns, spec, id_rule = tile.rows, tile.columns, self.spec, self._id_rule(tile)
         down, across = _num_blocks(tile, settings)
-        width = rows.features.shape[1]
-        id_rule = self._id_rule(tile)
         softmax = gradients and spec.epilogue == "softmax"
-        two_sided = softmax and spec.two_sided
-        sums = None
-        if gradients and (self.sum_for_scale or self.sum_for_bias):
-            sums = self._buffer("sums", (down * across, 2), torch.float32)
+        sums_needed = gradients and (self.sum_for_scale or self.sum_for_bias)
+        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_needed else None
         arguments = {
-            "x": x,
-            "y": y,
-            "x_norm": x_norm,
-            "y_norm": y_norm,
-            "x_ids": rows.ids if id_rule != "ignore" else None,
-            "y_ids": columns.ids if id_rule != "ignore" else None,
+            **self._side("x", rows, not dots_given, id_rule != "ignore", softmax, gradients),
+            **self._side("y", columns, not dots_given, id_rule != "ignore", *[softmax and spec.two_sided] * 2),
             "targets": rows.targets,
-            "x_state": rows.state.table if softmax else None,
-            "y_state": columns.state.table if two_sided else None,
-            "x_row_grad": rows.row_grad if gradients else None,
-            "y_row_grad": columns.row_grad if two_sided else None,
             "x_partials": partials[0],
             "y_partials": partials[1],
             "dlogits": dlogits,
@@ -238,13 +218,7 @@ class Triton(Backend):
             "dots": dots,
             "num_rows": len(rows),
             "num_columns": len(columns),
-            "width": width,
-            "x_row_stride": x_strides[0],
-            "x_feature_stride": x_strides[1],
-            "y_row_stride": y_strides[0],
-            "y_feature_stride": y_strides[1],
-            "x_state_stride": rows.state.table.stride(0) if softmax else 0,
-            "y_state_stride": columns.state.table.stride(0) if two_sided else 0,
+            "width": rows.features.shape[1],
             "dlogits_stride": 0 if dlogits is None else dlogits.stride(0),
             "dots_stride": len(columns),
             "target_offset": (rows.target_offset or 0) - columns.offset,
@@ -261,46 +235,50 @@ class Triton(Backend):
             "SUM_FOR_SCALE": gradients and self.sum_for_scale,
             "SUM_FOR_BIAS": gradients and self.sum_for_bias,
             "DLOGITS_SCALE": self.dlogits_scale,
-            "EVEN_WIDTH": width % settings.width == 0,
+            "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
             "UPCAST": self._upcast,
-            "BLOCK_ROWS": settings.rows,
-            "BLOCK_COLUMNS": settings.columns,
-            "BLOCK_WIDTH": settings.width,
-            "GROUP_ROWS": settings.group_rows,
-            "SUBTILES": settings.subtiles,
-            "num_warps": settings.warps,
-            "num_stages": settings.stages,
+            **dict(zip(triton_settings.ARGUMENTS, astuple(settings), strict=True)),
         }
-        plain = not (id_rule != "ignore" or spec.label_smoothing or self.stats or x_norm is not None)
+        plain = id_rule == "ignore" and not (spec.label_smoothing or self.stats or rows.inverse_norm is not None)
         roomy = not plain or self.operand_dtype == torch.float32
         self._launch(tile_kernel, down * across, arguments, roomy)
         if sums is not None and add_sums:
             # The dlogits of a diagonal tile serve both triangles, and both are in it.
             self.scalar_sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
 
-    def _operand_and_norm(self, side: str, block: Block) -> tuple[Tensor, Tensor | None]:
-        """What is multiplied, and what each row's dot products are multiplied by afterwards, in float32."""
-        if block.features.dtype == self.operand_dtype:
-            return block.features, block.inverse_norm
-        return self._operand(side, block), None
+    def _side(self, name: str, block: Block, multiply: bool, ids: bool, state: bool, grad: bool) -> dict[str, Any]:
+        """The arguments of the tile kernel that rows (x) and columns (y) both have."""
+        x, norm = None, None
+        if multiply and block.features.dtype == self.operand_dtype:
+            x, norm = block.features, block.inverse_norm  # normalised after the product, in float32
+        elif multiply:
+            x = self._operand({"x": "rows", "y": "columns"}[name], block)
+        arguments = {
+            "": x,
+            "_norm": norm,
+            "_ids": block.ids if ids else None,
+            "_state": block.state.table if state else None,
+            "_row_grad": block.row_grad if grad else None,
+            "_row_stride": 0 if x is None else x.stride(0),
+            "_feature_stride": 0 if x is None else x.stride(1),
+            "_state_stride": block.state.table.stride(0) if state else 0,
+        }
+        return {name + suffix: value for suffix, value in arguments.items()}
 
-    def _merge(self, tile: Tile, block: Block, partials: Tensor | None, num_blocks: int) -> None:
+    def _merge(self, tile: Tile, block: Block, partials: Tensor) -> None:
         """Add the partial statistics of the rows (or columns) of a tile to their state."""
         from .triton_kernels import merge_kernel
 
-        if partials is None:
-            return
-        absent: tuple[str, ...] = ()
-        if not (_has_targets(tile) or self._id_rule(tile) == "positive"):
-            absent = ("positive_sum", "positive_count", "top_positive")
+        positives = _has_targets(tile) or self._id_rule(tile) == "positive"
+        absent: tuple[str, ...] = () if positives else ("positive_sum", "positive_count", "top_positive")
         if block is tile.columns and self.spec.epilogue == "sigmoid":
             absent += ("softplus_sum", "positive_sum", "positive_count")
         arguments = {
             "partials": partials,
             "state": block.state.table,
             "length": len(block),
-            "num_blocks": num_blocks,
+            "num_blocks": partials.shape[1],
             "state_stride": block.state.table.stride(0),
             **_positions(block.state, MERGED, absent),
             "BLOCKS": 16,
@@ -311,8 +289,7 @@ class Triton(Backend):
         block.state.shared_max = None  # the device knows, the host does not
 
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], roomy: bool = True) -> None:
-        """`roomy`: prefer registers to occupancy. NVIDIA's assembler may spill a few registers to fit one more block,
-        which the kernels that need many registers do not profit from."""
+        """`roomy`: without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block."""
         # No fused multiply-add: forward and backward must round logits alike.
         options: dict[str, Any] = {"enable_fp_fusion": False}
         if roomy and self._architecture.startswith("sm_"):
@@ -321,7 +298,7 @@ class Triton(Backend):
             self._start(kernel, programs, arguments | options)
 
     def _start(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        """The one place where a kernel starts: prepared launches go here, and tests look here."""
+        """The one place where a kernel starts: the place for prepared launches."""
         kernel[(programs,)](**arguments)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
@@ -353,34 +330,25 @@ class Triton(Backend):
             replace(side, state=State(side.state.names, ones := torch.ones_like(side.state.table)), row_grad=ones[0])
             for side in (tile.rows, tile.columns)
         )
-        with_state = Tile(rows, columns, tile.is_diagonal)
-        dlogits = self._dlogits_memory(tile)
+        with_state, dlogits = Tile(rows, columns, tile.is_diagonal), self._dlogits_memory(tile)
 
         def both_kernels() -> None:
             self._run(tile, settings, partials=self._partials(tile, settings))
             self._run(with_state, settings, gradients=True, dlogits=dlogits, add_sums=False)
 
         try:
-            taken: float = do_bench(both_kernels)
+            return float(do_bench(both_kernels))
         except OutOfResources:
             return None
-        return taken
-
-    @property
-    def _kind(self) -> str:
-        return self._precision if self.operand_dtype == torch.float32 else "half"
 
     def _key(self, tile: Tile) -> str:
         """What kernels differ in: settings are timed for each."""
-        spec, width = self.spec, tile.rows.features.shape[1]
-        options = {
-            f"ids {spec.id_rule}": self._id_rule(tile) != "ignore",
-            "smoothing": spec.label_smoothing > 0,
-            "normalize": tile.rows.inverse_norm is not None,
-            "stats": self.stats,
-        }
-        words = [self._architecture, self._kind, str(width), spec.epilogue]
-        return " ".join([*words, *(name for name, given in options.items() if given)])
+        words = [self._architecture, self._kind, str(tile.rows.features.shape[1]), self.spec.epilogue]
+        words += [f"ids {self.spec.id_rule}"] if self._id_rule(tile) != "ignore" else []
+        words += ["smoothing"] if self.spec.label_smoothing else []
+        words += ["normalize"] if tile.rows.inverse_norm is not None else []
+        words += ["stats"] if self.stats else []
+        return " ".join(words)
 
 
 def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:

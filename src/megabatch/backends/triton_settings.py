@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 AUTOTUNE = "MEGABATCH_AUTOTUNE"
+# What kernels call the fields of Settings, in order.
+ARGUMENTS = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "SUBTILES", "GROUP_ROWS", "num_warps", "num_stages")
 SMALLEST_TUNED = 2048  # side of a tile; timings of smaller ones are noise
 
 

@@ -273,6 +273,7 @@ class Recorder(Triton):
         )
         self._architecture = target.name
         self._precision = precision
+        self._kind = precision if operand_dtype == torch.float32 else "half"
 
     def _start(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         self.launches.append((kernel, arguments))
