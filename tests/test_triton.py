@@ -21,6 +21,9 @@ from megabatch.backends.triton_backend import Triton
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block, Tile
 from megabatch.losses.state import State, state_fields
+from megabatch.tiling import engine
+from megabatch.tiling.options import LossOptions
+from megabatch.tiling.plan import Plan, Sizes
 
 from . import test_numbers, test_ranks
 from . import test_retrieval as test_retrieval_
@@ -132,6 +135,30 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert launched
 
 
+@pytest.fixture(params=["as planned", "nothing kept", "one tile kept"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Logits are kept as far as the budget goes, never, or those of the first tile only."""
+    if request.param != "as planned":
+        limit_kept(monkeypatch, 0 if request.param == "nothing kept" else 1)
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward computes all logits again."""
+    limit_kept(monkeypatch, 0)
+
+
+def limit_kept(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    def make_plan(options: LossOptions, sizes: Sizes, may_be_one_pass: bool) -> Plan:
+        plan = original(options, sizes, False)
+        return replace(plan, kept=min(plan.kept, most))
+
+    original = engine.make_plan
+    monkeypatch.setattr(engine, "make_plan", make_plan)
+
+
 @contextmanager
 def settings(chosen: triton_settings.Settings) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -176,6 +203,7 @@ def completed(loss: str, mix: dict[str, Any], num_rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("loss", "mix"), [(loss, mix) for loss in LOSSES for mix in mixes(loss)], ids=str)
+@pytest.mark.usefixtures("kept")
 def test_equals_eager_with_every_option(loss: str, mix: dict[str, Any]) -> None:
     num_rows = 19 if loss == "nt_xent_loss" else NUM_ROWS
     inputs = make_inputs(loss, num_rows, 20, torch.float32)
@@ -191,6 +219,7 @@ def test_equals_eager_in_half_precision(loss: str, mix: dict[str, Any], dtype: t
 
 
 @pytest.mark.parametrize(("dtype", "same"), [(torch.float32, "mask"), (torch.float16, "positive")], ids=str)
+@pytest.mark.usefixtures("kept")
 def test_info_nce_with_positives_and_a_queue_equals_eager(dtype: torch.dtype, same: str) -> None:
     inputs = cast(make_inputs("info_nce_loss", NUM_ROWS, 20), dtype)
     inputs["negatives"] = normalize(torch.randn(9, 20), dim=1).to(dtype).requires_grad_()
@@ -302,6 +331,7 @@ def test_a_compiled_step_equals_an_eager_one() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 @pytest.mark.parametrize("width", [1, 7, 32, 63, 65, 100, 384, 640, 1152])
+@pytest.mark.usefixtures("nothing_kept")
 def test_every_width_is_no_worse_than_dense(width: int, dtype: torch.dtype) -> None:
     loss = "siglip_loss" if width % 2 == 0 else "clip_loss"
     assert_no_worse_than_dense(loss, cast(make_inputs(loss, 5, width), dtype), backend="triton")
@@ -328,6 +358,7 @@ def test_every_number_of_rows_equals_eager(loss: str, num_rows: int) -> None:
 
 @pytest.mark.parametrize("tile", [1, (4, 7), (33, 2), 33], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("nothing_kept")
 def test_every_tile_equals_eager(loss: str, tile: Any) -> None:
     """Targets, ids and the diagonal are counted from where a tile begins."""
     num_rows = {1: 3, 33: 35}.get(tile, 9)
@@ -359,6 +390,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("chosen", "loss"), cycled(SHAPES, ["clip_loss", "siglip_loss", "supcon_loss"]))
+@pytest.mark.usefixtures("nothing_kept")
 def test_the_blocks_of_every_architecture_equal_eager(chosen: triton_settings.Settings, loss: str) -> None:
     inputs = make_inputs(loss, chosen.rows + 5, 70, torch.float32)
     inputs = cast(inputs, torch.float16) if SHAPES[chosen] == "half" else inputs
@@ -367,6 +399,7 @@ def test_the_blocks_of_every_architecture_equal_eager(chosen: triton_settings.Se
 
 
 @pytest.mark.parametrize("group_rows", [1, 3, 8])
+@pytest.mark.usefixtures("nothing_kept")
 def test_every_grouping_of_blocks_equals_eager(group_rows: int) -> None:
     """No grouping, groups that do not divide the tile, and a group larger than the tile."""
     with settings(triton_settings.Settings(16, 16, 16, subtiles=4, group_rows=group_rows, warps=1, stages=1)):
@@ -379,8 +412,9 @@ def test_every_grouping_of_blocks_equals_eager(group_rows: int) -> None:
 
 @pytest.mark.parametrize(("closeness", "tile"), [(18.0, 24), (60.0, None), (60.0, 24)])
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("kept")
 def test_no_worse_than_dense_on_fitted_batches(loss: str, closeness: float, tile: int | None) -> None:
-    """Tiles of their own: the backward forms their logits again, and positives must cancel all the same."""
+    """Also where the backward computes the logits again: positives must cancel all the same."""
     inputs = fitted(loss, 20 if loss == "nt_xent_loss" else 40, 64, closeness)
     assert_no_worse_than_dense(loss, inputs, tile=tile, backend="triton")
 
@@ -400,6 +434,7 @@ def test_logits_of_ten_thousand_stay_finite(loss: str, sign: int) -> None:
 
 @pytest.mark.usefixtures("by_triton")
 @pytest.mark.parametrize(("gap", "side"), [*((gap, "both") for gap in GAPS), (100, "rows"), (100, "columns")])
+@pytest.mark.usefixtures("nothing_kept")
 def test_rows_and_columns_far_below_their_tile(gap: int, side: str) -> None:
     test_numbers.test_rows_and_columns_far_below_their_tile("clip_loss", gap, side, None, None)
 
@@ -569,12 +604,12 @@ def among_others(inputs: dict[str, Any]) -> dict[str, Any]:
     return views
 
 
-@pytest.mark.usefixtures("poison", "fences")
+@pytest.mark.usefixtures("poison", "fences", "kept")
 @pytest.mark.parametrize(
     ("dtype", "mix"),
     [
         (torch.float32, {"return_stats": True}),
-        (torch.bfloat16, {"reduction": "none", "memory_budget": "8MiB"}),
+        (torch.bfloat16, {"reduction": "none"}),
         (torch.float16, {"tile": 23, "normalize": True}),
     ],
     ids=str,

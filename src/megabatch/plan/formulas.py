@@ -181,7 +181,12 @@ class OurLoss:
 
     @property
     def _working(self) -> int:
-        return working_bytes(self._options, self._sizes, self.plan.rows, self.plan.columns)
+        plan = self.plan
+        working = working_bytes(self._options, self._sizes, plan.rows, plan.columns)
+        tiles = -(-self.rows // plan.rows) * -(-self.rows // plan.columns) * self.ranks
+        # Where all logits are kept, the eager backend has no buffer for those of a tile.
+        unused = plan.rows * plan.columns * FLOAT if self.backend is Eager and plan.kept >= tiles else 0
+        return working - unused
 
     @property
     def _kept(self) -> int:
