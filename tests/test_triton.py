@@ -761,6 +761,7 @@ def test_states_may_lie_beyond_32_bits() -> None:
         tile = new_tile(spec, (5, 7), far_state)
         backend = new_backend(spec)
         backend.accumulate_statistics(tile)
+        assert tile.rows.state.shared_max is tile.columns.state.shared_max is None, "the host does not know it"
         dlogits = backend.dlogits(tile)
         assert dlogits is not None
         found.append([tile.rows.state.table, tile.columns.state.table, dlogits.clone()])
