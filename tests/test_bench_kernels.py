@@ -67,8 +67,8 @@ tile_kernel:                            ; @tile_kernel
 FITS = Figures(80, 0, 0, 16 * KIB, ("HMMA.16816.F32.BF16",), Work(180, 0), Work(3000, 160))
 
 
-def compiled(figures: Figures | None = FITS, variant: str = "clip fold", **changes: Any) -> Compiled:
-    settings = {"rows": 128, "columns": 128, "width": 64, "parts": 4, "warps": 8, "stages": 3}
+def compiled(figures: Figures | None = FITS, variant: str = "clip forward", **changes: Any) -> Compiled:
+    settings = {"rows": 128, "columns": 128, "width": 64, "subtiles": 4, "warps": 8, "stages": 3}
     one = Compiled("sm_80", "bfloat16", variant, "tile", 768, f"binary of {variant}", settings, figures)
     return replace(one, **changes)
 
@@ -76,7 +76,7 @@ def compiled(figures: Figures | None = FITS, variant: str = "clip fold", **chang
 # ---- what is compiled
 
 # What every step of clip_loss launches, for every target; everything else for one of them, in one of the dtypes.
-COMMON = ["clip fold", "clip push"]
+COMMON = ["clip forward", "clip backward"]
 OTHERS = [name for name in VARIANTS if name not in COMMON]
 SUBSET = [
     *((target, "bfloat16", variant) for target in TARGETS for variant in COMMON),
@@ -104,15 +104,15 @@ def test_kernels_fit_the_gpus_at_their_default_settings(subset):
         assert (figures.spills, figures.stack) == (0, 0)
         assert figures.shared <= target.shared_per_block
         assert one.resident() >= 1
-        if one.kernel == "tile" and one.dtype in compiling.HALVES and VARIANTS[one.variant].multiplies:
+        if one.kernel == "tile" and one.dtype in compiling.HALF_DTYPES and VARIANTS[one.variant].multiplies:
             assert [opcode.startswith(target.matrix) for opcode in figures.matrix] == [True]
 
 
 @needs_triton
-def test_a_fold_merges_rows_and_columns(subset):
-    kernels_of = {one.kernel for one in subset if one.variant == "clip fold" and one.target == "sm_80"}
+def test_a_forward_merges_rows_and_columns(subset):
+    kernels_of = {one.kernel for one in subset if one.variant == "clip forward" and one.target == "sm_80"}
     assert kernels_of == {"tile", "merge rows", "merge columns"}
-    assert {one.kernel for one in subset if one.variant == "clip push"} == {"tile"}
+    assert {one.kernel for one in subset if one.variant == "clip backward"} == {"tile"}
 
 
 @needs_triton
@@ -132,24 +132,28 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
         first, *merges = compiling.launches(VARIANTS[name], target, "float16", 768)
         arguments = first[1]
         assert arguments["num_rows"] == arguments["num_columns"] == 8192
-        assert arguments["GIVEN"] == ("push kept" in name)
-        if not arguments["GIVEN"]:
+        assert (arguments["x"] is None) == ("backward kept" in name)
+        if arguments["x"] is not None:
             assert arguments["x"].shape == (8192, 768)
             assert arguments["x"].dtype == torch.float16
             assert (arguments["x_norm"] is not None) == ("normalize" in name)
-        settings = ELEMENTWISE if arguments["GIVEN"] else defaults("sm_90", "half")
+        settings = ELEMENTWISE if arguments["x"] is None else defaults("sm_90", "half")
         assert arguments["num_warps"] == settings.warps
         assert arguments["BLOCK_WIDTH"] == settings.width
         assert arguments["EVEN_WIDTH"]
-        assert bool(merges) == ("fold" in name)
-        assert arguments["FOLD"] == ("fold" in name)
-        assert arguments["PUSH"] == ("push" in name or name.startswith("siglip fold keeping"))
-        assert arguments["KEEP"] == ("scores" in name or ("fold keeping" in name and not name.startswith("siglip")))
-        assert (arguments["LIFT"] != 0) == (arguments["PUSH"] and "frozen" not in name)
+        statistics = "forward" in name or "one pass" in name
+        assert bool(merges) == statistics
+        assert (arguments["x_partials"] is not None) == statistics
+        gradients = "backward" in name or "one pass" in name
+        assert (arguments["x_row_grad"] is not None) == gradients
+        assert (arguments["dlogits"] is not None) == (gradients and "frozen" not in name)
+        keeps = "scores" in name or "forward keep" in name
+        assert (arguments["dots"] is not None) == (keeps or "backward kept" in name)
         assert arguments["TARGETS"] == ("no targets" not in name and "supcon" not in name)
+        assert (arguments["targets"] is not None) == ("explicit targets" in name)
         for word, argument in {"stats": "STATS", "smoothing": "SMOOTHING"}.items():
             assert arguments[argument] == (word in name)
-        assert arguments["IDS"] == ("ids" in name)
+        assert (arguments["ID_RULE"] != "ignore") == ("ids" in name)
         assert arguments["DIAGONAL"] == ("diagonal" in name)
 
 
@@ -222,7 +226,7 @@ def test_what_does_not_fit_is_a_fault_and_the_exit_code_says_so(changes, fault, 
     one = compiled(replace(FITS, **changes))
     assert one.faults()[:1] == ([fault] if fault else [])
     monkeypatch.setattr(compiling, "compile_all", lambda jobs, *_: iter([[one]] * len(jobs)))
-    options = ["kernels", "--targets", "sm_80", "--dtypes", "bfloat16", "--variants", "clip fold"]
+    options = ["kernels", "--targets", "sm_80", "--dtypes", "bfloat16", "--variants", "clip forward"]
     assert main(options) == (1 if fault else 0)
     out = capsys.readouterr().out
     assert ("FAULT" in out) == bool(fault)
@@ -230,9 +234,9 @@ def test_what_does_not_fit_is_a_fault_and_the_exit_code_says_so(changes, fault, 
     assert (fault or "") in out
 
 
-def test_halves_may_do_without_matrix_instructions_where_nothing_is_multiplied():
+def test_bf16_may_do_without_matrix_instructions_where_nothing_is_multiplied():
     nothing = replace(FITS, matrix=())
-    assert compiled(nothing, variant="clip push kept").faults() == []
+    assert compiled(nothing, variant="clip backward kept").faults() == []
     assert compiled(nothing, kernel="merge rows").faults() == []
     assert compiled(nothing, dtype="float32").faults() == []
 
@@ -268,9 +272,9 @@ def test_blocks_that_fit_a_multiprocessor(target, registers, shared, warps, bloc
 def test_the_command_prints_a_row_per_binary_and_writes_json(tmp_path, capsys):
     path = tmp_path / "new" / "out.json"
     options = ["--targets", "sm_90", "--dtypes", "bfloat16", "--widths", "512", "768", "520", "--processes", "1"]
-    assert main(["kernels", *options, "--variants", "siglip push, ids", "--json", str(path)]) == 0
+    assert main(["kernels", *options, "--variants", "siglip backward, ids", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if line.startswith("siglip push, ids positive, normalize")]
+    lines = [line for line in out.splitlines() if line.startswith("siglip backward, ids positive, normalize")]
     assert [re.split("  +", line)[1] for line in lines] == ["512 768", "520"]  # 520 has a last load of its own
     assert all("wgmma (HGMMA." in line for line in lines)
     assert "sm_90 (H100), bfloat16: blocks of" in out

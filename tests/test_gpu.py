@@ -19,11 +19,13 @@ from megabatch import reference
 from megabatch.backends.triton_backend import Triton
 
 from .test_losses import LOSSES, make_inputs
-from .test_numbers import GAPS, SLACK, with_sides
+from .test_numbers import GAPS, with_sides
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+LOGITS = 9.0  # no logit of make_inputs is larger: scale 7, and a bias of -2
 MIB = 2**20
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -67,16 +69,18 @@ def results(library: Any, loss: str, inputs: Inputs, **options: Any) -> Results:
 
 
 def assert_no_worse_than_dense(loss: str, inputs: Inputs, options: Inputs, backend: str = "triton") -> None:
-    """Our error against float64, beside the dense loss's own in the features' dtype and a few roundings."""
+    """Our error against float64, beside the dense loss's own in the features' dtype and a few roundings: a logit is
+    rounded by eps of the largest, which moves probabilities by as much, and a sum by a few eps. In bf16/fp16 the
+    dlogits and the gradient are rounded by half an eps each."""
     truth = results(reference, loss, exact(inputs), **options)
     dense = results(reference, loss, inputs, **options)
     ours = results(megabatch, loss, inputs, backend=backend, **options)
     assert ours.keys() == truth.keys()
     for name, value in ours.items():
         peer, error = ((found[name].double() - truth[name]).abs().max().item() for found in (dense, ours))
-        half = value.dtype in (torch.bfloat16, torch.float16)
-        # Two roundings to a half type: the slope's and the gradient's.
-        largest, slack = truth[name].abs().max().item(), SLACK[value.dtype] if half else 2e-6
+        largest, slack = truth[name].abs().max().item(), EPS[torch.float32] * (LOGITS + 4)
+        if value.dtype in (torch.bfloat16, torch.float16):
+            slack += EPS[value.dtype]
         assert error <= peer + slack * max(largest, 0.01), f"{name}: {error:.2e}, dense {peer:.2e}, of {largest:.2e}"
 
 
@@ -137,7 +141,8 @@ def test_rows_and_columns_far_below_their_tile(gap: int, tile: int | None) -> No
     inputs = to_device(with_sides("clip_loss", [rows.requires_grad_(), columns.requires_grad_()], 1.0), torch.float32)
     truth = results(reference, "clip_loss", exact(inputs))
     for name, value in results(megabatch, "clip_loss", inputs, backend="triton", tile=tile).items():
-        assert (value - truth[name]).abs().max() <= 1e-6 * gap * truth[name].abs().max(), name
+        # Logits of `gap` are rounded by eps of it: those of the row, of the column, and of their maxima.
+        assert (value - truth[name]).abs().max() <= 8 * EPS[torch.float32] * gap * truth[name].abs().max(), name
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -171,10 +176,10 @@ def test_float16_at_32768_rows() -> None:
     images, texts = image.detach().double(), text.detach().double()
     logits = 10.0 * images[:few] @ texts.T
     of_columns = torch.cat([(10.0 * strip @ images.T).logsumexp(1) for strip in texts.split(1024)])
-    slope = logits.softmax(1) + torch.exp(logits - of_columns) - 2 * torch.eye(few, num_rows).cuda()
-    expected = 1024 * 10 * (slope @ text.detach().double()) / num_rows / 2
+    dlogits = logits.softmax(1) + torch.exp(logits - of_columns) - 2 * torch.eye(few, num_rows).cuda()
+    expected = 1024 * 10 * (dlogits @ text.detach().double()) / num_rows / 2
     assert image.grad is not None
-    assert (image.grad[:few] - expected).abs().max() <= 3e-3 * expected.abs().max()
+    assert (image.grad[:few] - expected).abs().max() <= 3 * EPS[torch.float16] * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
@@ -199,8 +204,9 @@ def test_tf32_where_the_caller_allows_it() -> None:
         torch.set_float32_matmul_precision(word)
         found = results(megabatch, "clip_loss", inputs, backend="triton")
         errors.append(max((found[name] - value).abs().max().item() for name, value in truth.items()))
-    assert errors[0] == errors[2] < 1e-5
-    assert errors[1] < 1e-2
+    largest = max(value.abs().max().item() for value in truth.values())
+    assert errors[0] == errors[2] < EPS[torch.float32] * (LOGITS + 4) * largest
+    assert errors[1] < 2**-10 * LOGITS * largest  # the eps of tf32
 
 
 # ---- the same bits, linear memory
@@ -240,17 +246,17 @@ def test_memory_is_linear_in_the_batch(loss: str) -> None:
 
 
 class Spy:
-    """Counts the tiles that kernels fold."""
+    """Counts the tiles whose statistics kernels compute."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tiles = 0
-        fold = Triton.fold
+        accumulate_statistics = Triton.accumulate_statistics
 
         def counted(*arguments: Any, **options: Any) -> None:
             self.tiles += 1
-            fold(*arguments, **options)
+            accumulate_statistics(*arguments, **options)
 
-        monkeypatch.setattr(Triton, "fold", counted)
+        monkeypatch.setattr(Triton, "accumulate_statistics", counted)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=named)
@@ -268,7 +274,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
         cast = results(megabatch, "clip_loss", inputs, backend="triton")
     for name, value in plain.items():
         assert cast[name].dtype == value.dtype
-        assert (cast[name] - value).abs().max() <= 3e-2 * value.abs().max(), name
+        assert (cast[name] - value).abs().max() <= EPS[torch.bfloat16] * LOGITS * value.abs().max(), name
     assert not torch.equal(cast["loss"], plain["loss"])
 
 
@@ -279,7 +285,7 @@ def test_autocast_normalises_before_it_rounds() -> None:
     plain = megabatch.clip_loss(image, text, 10.0, normalize=True, backend="triton")
     with torch.autocast("cuda", torch.float16):
         cast = megabatch.clip_loss(lengths * image, text, 10.0, normalize=True, backend="triton")
-    torch.testing.assert_close(cast, plain, rtol=1e-3, atol=0)
+    torch.testing.assert_close(cast, plain, rtol=0, atol=EPS[torch.float16] * 10)  # of logits of 10
 
 
 def test_timed_settings_give_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -290,7 +296,8 @@ def test_timed_settings_give_the_same_results(monkeypatch: pytest.MonkeyPatch, t
     tuned = results(megabatch, "clip_loss", inputs, backend="triton")
     assert (tmp_path / "megabatch" / "tuning.json").exists()
     for name, value in plain.items():
-        torch.testing.assert_close(tuned[name], value, rtol=2e-2, atol=1e-4)
+        # A rounding up instead of down, of a dlogit and of the gradient.
+        assert (tuned[name] - value).abs().max() <= 2 * EPS[torch.bfloat16] * value.abs().max(), name
 
 
 def test_a_compiled_step_gives_the_same_results() -> None:
@@ -356,21 +363,22 @@ def test_two_ranks_equal_one_process(tmp_path: Any) -> None:
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for (loss, exchange), first in ranks[0].items():
         second = ranks[1][loss, exchange]
-        halves = [exact(share(loss, rank)) for rank in (0, 1)]
+        shares = [exact(share(loss, rank)) for rank in (0, 1)]
         whole = {
-            name: torch.cat([x.detach(), halves[1][name].detach()]).requires_grad_(x.requires_grad) if x.dim() else x
-            for name, x in halves[0].items()
+            name: torch.cat([x.detach(), shares[1][name].detach()]).requires_grad_(x.requires_grad) if x.dim() else x
+            for name, x in shares[0].items()
             if name != "logit_bias"
         }
-        if "logit_bias" in halves[0]:
-            whole["logit_bias"] = halves[0]["logit_bias"]
+        if "logit_bias" in shares[0]:
+            whole["logit_bias"] = shares[0]["logit_bias"]
         for name, truth in results(reference, loss, whole).items():
             if truth.dim() == 2:
                 ours = torch.cat([first[name], second[name]])
             elif name == "loss":
                 assert torch.equal(first[name], second[name])
                 ours = first[name]
-            else:  # each has its half of the scale's and the bias's
+            else:  # each has its part of the scale's and the bias's
                 ours = first[name] + second[name]
             error = (ours.double() - truth).abs().max()
-            assert error <= 5e-6 * max(truth.abs().max(), 0.01), f"{loss}, {exchange}: {name}"
+            allowed = 4 * EPS[torch.float32] * (LOGITS + 4) * max(truth.abs().max(), 0.01)
+            assert error <= allowed, f"{loss}, {exchange}: {name}"

@@ -12,8 +12,8 @@ import torch
 
 import megabatch
 from megabatch import reference
-from megabatch.backends import triton_backend
-from megabatch.backends.backend import float32_precision, products_of_halves
+from megabatch.backends import triton_backend, triton_settings
+from megabatch.backends.backend import float32_precision, supports_half_products
 from megabatch.backends.eager import Eager
 from megabatch.backends.select import select
 from megabatch.backends.triton_backend import Triton
@@ -28,8 +28,9 @@ from megabatch.backends.triton_settings import (
     variants,
 )
 from megabatch.losses import spec as specs
-from megabatch.tiling.call import Call, Needs
-from megabatch.tiling.plan import Plan, Shape, make_plan, slot_size, working_bytes
+from megabatch.tiling import engine
+from megabatch.tiling.options import LossOptions, Needs
+from megabatch.tiling.plan import Plan, Sizes, make_plan, working_bytes
 
 from .test_losses import LOSSES, gradients, make_inputs
 from .test_structure import loaded_by
@@ -47,7 +48,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def make(capability: tuple[int, int] = (9, 0), hip: str | None = None, interprets: bool = False) -> None:
         monkeypatch.setattr(triton_backend, "_interprets", lambda: interprets)
         monkeypatch.setattr(triton_backend, "_launch_trouble", lambda: "")
-        monkeypatch.setattr(triton_backend, "products_of_halves", lambda device: True)
+        monkeypatch.setattr(triton_backend, "supports_half_products", lambda device: True)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         properties = SimpleNamespace(gcnArchName=f"{hip}:sramecc+:xnack-")
@@ -89,11 +90,11 @@ def test_auto_takes_eager_where_triton_cannot_run(a_gpu: Callable[..., None], mo
             patch.setattr(triton_backend, trouble, lambda: "it cannot")
             assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
     with monkeypatch.context() as patch:
-        patch.setattr(triton_backend, "products_of_halves", lambda device: False)
+        patch.setattr(triton_backend, "supports_half_products", lambda device: False)
         assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
         assert select("clip_loss", "auto", CUDA, torch.float32) is Triton
-        assert not Triton.multiplies_halves(CUDA, False)
-    monkeypatch.setattr(triton_backend, "_installed", lambda: False)
+        assert not Triton.multiplies_half(CUDA, False)
+    monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
     assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
 
 
@@ -118,7 +119,7 @@ def test_kernels_that_cannot_be_launched_are_a_reason(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("refuses", "able"), [(False, True), (True, False)])
-def test_whether_halves_are_multiplied_into_float32_is_tried(
+def test_whether_bf16_is_multiplied_into_float32_is_tried(
     refuses: bool, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def multiply(left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype) -> None:
@@ -128,8 +129,8 @@ def test_whether_halves_are_multiplied_into_float32_is_tried(
     made = torch.zeros(16, 16)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, dtype: made)
     monkeypatch.setattr(torch, "mm", multiply)
-    assert products_of_halves.__wrapped__(CUDA) is able
-    assert products_of_halves(CPU)
+    assert supports_half_products.__wrapped__(CUDA) is able
+    assert supports_half_products(CPU)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "xpu", "meta"])
@@ -190,12 +191,11 @@ def test_a_refusal_has_no_reason_that_does_not_apply(
     assert reasons[0].startswith(f"  {reason}")
 
 
-@pytest.mark.parametrize(
-    "function", [megabatch.retrieval_ranks, lambda q, k, **how: megabatch.similarity_topk(q, k, 1, **how)]
-)
-def test_searches_refuse_too(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("function", "arguments"), [("retrieval_ranks", ()), ("similarity_topk", (1,))])
+def test_searches_refuse_too(function: str, arguments: tuple[int, ...]) -> None:
+    features = torch.eye(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="backend 'triton' cannot run this call"):
-        function(torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64), backend="triton")
+        getattr(megabatch, function)(features, features, *arguments, backend="triton")
 
 
 ALONE = """
@@ -256,10 +256,10 @@ def test_the_table_has_settings_that_kernels_can_take(name: str) -> None:
     for kind in DEFAULTS[name]:
         assert defaults(name, kind) is DEFAULTS[name][kind]
         for settings in variants(defaults(name, kind)):
-            for side in (settings.rows, settings.columns, settings.width, settings.columns // settings.parts):
+            for side in (settings.rows, settings.columns, settings.width, settings.columns // settings.subtiles):
                 assert side & (side - 1) == 0, settings
             assert settings.width >= 16, settings
-            assert settings.columns % settings.parts == 0, settings
+            assert settings.columns % settings.subtiles == 0, settings
 
 
 def test_what_is_tried_begins_with_the_defaults_and_has_nothing_twice() -> None:
@@ -314,23 +314,23 @@ class Bench:
         before = len(self.launched)
         step()
         (settings,) = set(self.launched[before:])
-        assert len(self.launched) - before == 2, "a fold and a push"
+        assert len(self.launched) - before == 2, "statistics and dlogits"
         del self.launched[before:]
         self.timed.append(settings)
         return 1.0 if self.timed[-1] == self.best else 2.0
 
-    def launch(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
-        if "BLOCK_WIDTH" in arguments and not arguments["GIVEN"]:
-            names = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "BAND", "PARTS", "num_warps", "num_stages")
+    def start(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        if arguments.get("x") is not None:
+            names = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "SUBTILES", "GROUP_ROWS", "num_warps", "num_stages")
             self.launched.append(Settings(*(arguments[name] for name in names)))
             if not self.fits(self.launched[-1]):
                 from triton.runtime.errors import OutOfResources
 
                 self.timed.append(self.launched.pop())
                 raise OutOfResources(300_000, 200_000, "shared memory")
-        self.original(backend, kernel, programs, arguments, **how)
+        self.original(backend, kernel, programs, arguments)
 
-    original = staticmethod(Triton._launch)
+    original = staticmethod(Triton._start)
 
 
 # Some of what would be tried: an interpreter takes its time.
@@ -340,21 +340,24 @@ BEST = CANDIDATES[3]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bench]:
     testing = pytest.importorskip("triton.testing")
     made = Bench(BEST)
     monkeypatch.setattr(testing, "do_bench", made.do_bench)
 
-    def launch(backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any], **how: bool) -> None:
-        made.launch(backend, kernel, programs, arguments, **how)
+    def start(backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        made.start(backend, kernel, programs, arguments)
 
-    monkeypatch.setattr(Triton, "_launch", launch)
-    monkeypatch.setattr(triton_backend, "variants", lambda settings: CANDIDATES)
-    monkeypatch.setattr(triton_backend, "SMALLEST_TUNED", 1)
-    monkeypatch.setattr(triton_backend, "_TUNING", [])
+    monkeypatch.setattr(Triton, "_start", start)
+    monkeypatch.setattr(triton_settings, "variants", lambda settings: CANDIDATES)
+    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
+    make_plan = engine.make_plan
+    monkeypatch.setattr(engine, "make_plan", lambda *how: replace(make_plan(*how), kept=0, one_pass=False))
+    triton_backend._tuning.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(AUTOTUNE, raising=False)
-    return made
+    yield made
+    triton_backend._tuning.cache_clear()
 
 
 def step(loss: str = "clip_loss", width: int = 6, dtype: torch.dtype = torch.float32) -> None:
@@ -397,7 +400,7 @@ def test_a_word_that_says_neither_yes_nor_no_is_refused(bench: Bench, monkeypatc
 @interpreted
 def test_small_tiles_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTOTUNE, "1")
-    monkeypatch.setattr(triton_backend, "SMALLEST_TUNED", 6)
+    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 6)
     step()
     assert bench.timed == []
     assert set(bench.launched) == {DEFAULT}
@@ -415,7 +418,7 @@ def test_what_is_timed_once_is_known_from_then_on(
     assert found == asdict(BEST)
     assert Tuning().known(key) == BEST
     step()
-    monkeypatch.setattr(triton_backend, "_TUNING", [])  # as in a new process
+    triton_backend._tuning.cache_clear()  # as in a new process
     step()
     assert len(bench.timed) == len(CANDIDATES)
     assert set(bench.launched) == {BEST}
@@ -516,12 +519,23 @@ def test_where_nothing_fits_the_defaults_are_left(tmp_path: Path) -> None:
 
 
 def planned(spec: specs.Spec, num_rows: int, width: int, budget: int | None = None) -> tuple[Plan, int]:
-    """Of half features on a GPU, with the bytes that it takes."""
-    call = Call("a_loss", spec, Needs(True, True, scale=True), memory_budget=budget)
-    shape = Shape((num_rows,), (num_rows,), (), width, 4, 2, False, True, Triton, 2)
-    plan = make_plan(call, shape, one_pass=True)
-    kept = plan.kept * slot_size(plan.rows, plan.columns) * 4
-    return plan, working_bytes(call, shape, plan.rows, plan.columns) + kept
+    """Of bf16 features on a GPU, with the bytes that it takes."""
+    options = LossOptions("a_loss", spec, Needs(True, True, scale=True), memory_budget=budget)
+    sizes = Sizes(
+        rows=(num_rows,),
+        columns=(num_rows,),
+        remote=(),
+        width=width,
+        element=4,
+        operand=2,
+        copied=False,
+        sum_for_scale=True,
+        backend=Triton,
+        threads=2,
+    )
+    plan = make_plan(options, sizes, may_be_one_pass=True)
+    kept = plan.kept * plan.slot_size * 4
+    return plan, working_bytes(options, sizes, plan.rows, plan.columns) + kept
 
 
 @pytest.mark.parametrize("spec", [specs.clip("ignore", 0.0), specs.nt_xent("mask", 0.1)], ids=str)
@@ -532,9 +546,9 @@ def test_tiles_of_a_gpu_are_large(spec: specs.Spec) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [4096, 16384, 32768])
-def test_queries_take_one_walk_where_a_strip_of_useful_height_fits(num_rows: int) -> None:
+def test_queries_take_one_pass_where_a_strip_of_useful_height_fits(num_rows: int) -> None:
     plan, _ = planned(specs.info_nce("ignore", 0.0), num_rows, 768)
-    assert plan.passes == 1
+    assert plan.one_pass
     assert plan.rows >= 1024
 
 
@@ -547,6 +561,6 @@ def test_a_plan_for_a_gpu_keeps_to_its_budget(spec: specs.Spec, width: int, budg
     for num_rows in (300, 5000, 40000):
         plan, taken = planned(spec, num_rows, width, budget)
         assert taken <= (budget or Triton.default_budget)
-        # A product of halves, before it is added to a gradient; the slope.
+        # A product of bf16 before it is added to a gradient, and the dlogits.
         least = 4 * max(plan.rows, plan.columns) * width + 2 * plan.rows * plan.columns
         assert taken >= least

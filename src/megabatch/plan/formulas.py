@@ -20,10 +20,10 @@ import torch
 from ..backends.backend import Backend
 from ..backends.eager import Eager
 from ..losses.spec import Spec, clip
-from ..losses.state import fields, remembered
-from ..tiling.call import Call, Needs
-from ..tiling.plan import Plan, Shape, make_plan, slot_size, working_bytes
-from ..tiling.values import strip_height
+from ..losses.state import state_fields
+from ..tiling.guards import strip_height
+from ..tiling.options import LossOptions, Needs
+from ..tiling.plan import Plan, Sizes, make_plan, working_bytes
 from .hardware import Gpu
 from .models import COLOURS, Model
 
@@ -75,7 +75,7 @@ class OurLoss:
 
     Attributes:
         feature: Bytes of a number of the features.
-        operand: Bytes of what products take; less than 4 where halves are multiplied into float32.
+        operand: Bytes of what products multiply; less than 4 where bf16/fp16 is multiplied into float32.
         threads: Of the CPU. Tiles depend on them.
     """
 
@@ -92,115 +92,105 @@ class OurLoss:
     @property
     def parts(self) -> dict[str, float]:
         """Bytes at the peak beyond the features themselves, by part."""
-        if self.plan.passes == 1:
-            return self._one_walk()
         # Of the backward, which holds more than the forward.
         always: dict[str, float] = {
             "gradients": 2 * self._block(FLOAT),
             "tiles": self._working,
             "kept logits": self._kept,
-            # Remembered of both sides, their pulls, the weights and the targets.
-            "vectors": (2 * len(remembered(self._spec)) + 2 + 1 + 1) * self._vector,
+            # The saved state and the row_grad of both sides, and the weights.
+            "vectors": (2 * len(state_fields(self._spec, stats=False)) + 2 + 1) * self._vector,
         }
-        # While a tile is pushed, four vectors of its rows and columns.
+        # Beside the dlogits of a tile, four vectors of its rows and columns.
         beside_a_tile = 4 * (self.plan.rows + self.plan.columns) * DOUBLE
-        walk = always | {"vectors": always["vectors"] + beside_a_tile, "exchange": self._exchange()}
+        tiles = always | {"vectors": always["vectors"] + beside_a_tile, "exchange": self._exchange()}
         finish = always | {"finish": self._finish()}
-        return max(walk, finish, key=total)
-
-    def _one_walk(self) -> dict[str, float]:
-        """A small plane on one rank, whose forward computes the gradients; the backward multiplies a copy of them."""
-        # The slots stand in for the eager backend's buffer of logits.
-        tiles = self._working - (self.plan.rows * self.plan.columns * FLOAT if self.backend is Eager else 0)
-        always: dict[str, float] = {"gradients": 2 * self._block(FLOAT), "tiles": tiles, "kept logits": self._kept}
-        # Two states and what is made of them.
-        forward = always | {"vectors": 13 * self._vector, "finish": self._strips()}
-        copies = 2 * self._block(self.feature) + (self._block(FLOAT) if self.feature != FLOAT else 0)
-        backward = always | {"vectors": 2 * len(remembered(self._spec)) * self._vector, "finish": copies}
-        return max(forward, backward, key=total)
+        return max(tiles, finish, key=total)
 
     def _finish(self) -> float:
-        """When the walk is over: the scale's gradient is summed strip by strip; then halves are rounded to."""
+        """After the last tile: the scale's gradient is summed by strips, then gradients are rounded to bf16/fp16."""
         rounded = 2 * self._block(self.feature) if self.feature != FLOAT else 0
         return max(self._strips(), rounded)
 
     def _strips(self) -> float:
-        """A product of features and gradients and, where they are halves, the features in float32."""
-        if self._sums_slopes:
+        """A product of features and gradients and, where they are bf16/fp16, the features in float32."""
+        if self._sum_for_scale:
             return 0.0
-        height = min(self.rows, strip_height(torch.empty(0, self.width)))
+        height = min(self.rows, strip_height(torch.empty(1, self.width, device="meta")))
         return height * (self.width * (1 if self.feature == FLOAT else 2) + 1) * FLOAT
 
     def _exchange(self) -> float:
-        """Parcels, and sums of gradients: on a ring the parcel that is here and the one that comes, the sum that is
-        made, the one that leaves and the one that comes."""
+        """Packed blocks, and sums of gradients: on a ring the block that is here and the one that arrives; the sum
+        that is added to, the one that leaves and the one that arrives."""
         others = self.ranks - 1
         if not others:
             return 0.0
         if self.exchange == "gather":
-            return (1 + others) * self._parcel + 2 * others * self._block(FLOAT)
-        return 2 * self._parcel + (min(2, others) + 1) * self._block(FLOAT)
+            return (1 + others) * self._packed + 2 * others * self._block(FLOAT)
+        return 2 * self._packed + (min(2, others) + 1) * self._block(FLOAT)
 
     @property
-    def _parcel(self) -> float:
-        """Features, what is remembered of their rows, and their pulls."""
-        return self._block(self.feature) + (len(remembered(self._spec)) + 1) * self._vector
+    def _packed(self) -> float:
+        """Features with the saved state and the row_grad of their rows."""
+        return self._block(self.feature) + (len(state_fields(self._spec, stats=False)) + 1) * self._vector
 
     @property
     def wire(self) -> float:
         """Bytes that a rank sends: features, then the state of its columns; features and state, then gradients."""
-        states = len(fields(self._spec, stats=False)) * self._vector
-        return (self.ranks - 1) * (self._block(self.feature) + states + self._parcel + self._block(FLOAT))
+        states = len(state_fields(self._spec, stats=False)) * self._vector
+        return (self.ranks - 1) * (self._block(self.feature) + states + self._packed + self._block(FLOAT))
 
     @property
     def products(self) -> float:
         """Of N x N x D multiplications and additions: logits kept need not be formed again."""
-        if self.plan.passes == 1:
-            return 3.0
         kept = self.plan.kept * self.plan.rows * self.plan.columns
         return 4.0 - min(1.0, kept / (self.rows * self.rows * self.ranks))
 
     @property
     def plan(self) -> Plan:
         """The one that the library would make."""
-        return make_plan(self._call, self._shape, self.ranks == 1)
+        return make_plan(self._options, self._sizes, self.ranks == 1)
 
     @property
     def _spec(self) -> Spec:
-        return self._call.spec
+        return self._options.spec
 
     @property
-    def _call(self) -> Call:
-        needs = Needs(first=True, second=True, scale=True)
-        return Call("clip_loss", clip("ignore", 0.0), needs, normalize=False, memory_budget=self.budget)
+    def _options(self) -> LossOptions:
+        needs = Needs(rows=True, columns=True, scale=True)
+        return LossOptions("clip_loss", clip("ignore", 0.0), needs, normalize=False, memory_budget=self.budget)
 
     @property
-    def _shape(self) -> Shape:
-        return Shape(
+    def _sizes(self) -> Sizes:
+        return Sizes(
             rows=(self.rows,),
             columns=(self.rows,),
-            visiting=(self.rows,) * (self.ranks - 1),
+            remote=(self.rows,) * (self.ranks - 1),
             width=self.width,
             element=FLOAT,
             operand=self.operand,
             copied=self.feature != self.operand,
-            products=self._sums_slopes,
+            sum_for_scale=self._sum_for_scale,
             backend=self.backend,
             threads=self.threads,
         )
 
     @property
-    def _sums_slopes(self) -> bool:
-        """Where products are rounded: halves, and on a GPU tf32."""
+    def _sum_for_scale(self) -> bool:
+        """Where products are rounded: to bf16/fp16, and on a GPU to tf32."""
         return self.operand != FLOAT or self.backend is not Eager
 
     @property
     def _working(self) -> int:
-        return working_bytes(self._call, self._shape, self.plan.rows, self.plan.columns)
+        plan = self.plan
+        working = working_bytes(self._options, self._sizes, plan.rows, plan.columns)
+        tiles = -(-self.rows // plan.rows) * -(-self.rows // plan.columns) * self.ranks
+        # Where all logits are kept, the eager backend has no buffer for those of a tile.
+        unused = plan.rows * plan.columns * FLOAT if self.backend is Eager and plan.kept >= tiles else 0
+        return working - unused
 
     @property
     def _kept(self) -> int:
-        return self.plan.kept * slot_size(self.plan.rows, self.plan.columns) * FLOAT
+        return self.plan.kept * self.plan.slot_size * FLOAT
 
     @property
     def _vector(self) -> int:

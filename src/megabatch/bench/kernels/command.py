@@ -20,13 +20,13 @@ Compiles the kernels of the triton backend at their default launch settings, for
 launches would: the backend says what it launches for a tile of its default size, Triton what that is specialised for.
 
 Prints registers, spills, shared memory against the GPU's limit, blocks that fit a multiprocessor at a time, and the
-matrix instruction. What spills, exceeds a limit, multiplies halves without matrix instructions, or contains atomics or
-inline assembly is marked, and the exit code is 1.
+matrix instruction. A kernel that spills, exceeds a limit, multiplies bf16/fp16 without matrix instructions, or contains
+atomics or inline assembly is marked, and the exit code is 1.
 
 Below, an estimate of a training step from these figures and the makers' peaks: PREDICTED, NEVER RUN.
 """
 
-QUICK = [*roofline.NEEDED, "clip fold, ids positive, smoothing", "siglip fold keeping"]
+QUICK = [*roofline.NEEDED, "clip forward, ids positive, smoothing", "siglip one pass"]
 COLUMNS = ("", "D", "registers", "spills", "shared KiB", "limit", "blocks", "matrix instruction")
 
 WORST = ("", "binaries", "registers", "spills", "shared KiB", "limit", "blocks", "matrix instruction")
@@ -106,7 +106,7 @@ def title(target: str, dtype: str, compiled: list[Compiled]) -> str:
     text = f"{target} ({TARGETS[target].gpu}), {dtype}"
     tiles = [one.settings for one in compiled if one.kernel == "tile"]
     if tiles:
-        text += ": blocks of {rows} x {columns} x {width}, {parts} parts, {warps} warps, {stages} stages".format(
+        text += ": blocks of {rows} x {columns} x {width}, {subtiles} subtiles, {warps} warps, {stages} stages".format(
             **tiles[0]
         )
     return text
@@ -161,7 +161,7 @@ def _verdict(everything: list[Compiled], faulty: set[str]) -> str:
     text = f"{len(everything)} launches, {binaries} binaries: "
     if faulty:
         return text + f"{len(faulty)} of them do not fit, marked FAULT"
-    return text + "no spills, within limits, halves by matrix instructions, no atomics, no inline assembly"
+    return text + "no spills, within limits, bf16/fp16 by matrix instructions, no atomics, no inline assembly"
 
 
 def _record(compiled: Compiled) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Kernels compiled as they are launched, for GPUs that are not here.
+"""Compile the kernels for GPUs that are not here, as the backend would launch them.
 
-The backend itself decides what is launched: it is given a tile of its own default size, in memory that nobody touches,
-and a launcher that writes down what it is asked for. Triton's own binder then finds what a launch on the target would
-be specialised for: aligned pointers, divisible strides.
+The backend gets a tile of its default size, in memory that nobody touches, and records what it would launch. Triton's
+own binder then finds what a launch on the target is specialized for: aligned pointers, divisible strides.
 """
 
 import os
@@ -26,7 +25,7 @@ from ...backends.triton_settings import AUTOTUNE
 from ...losses import spec as specs
 from ...losses.block import Block, Tile
 from ...losses.spec import Spec
-from ...losses.state import State, fields, remembered
+from ...losses.state import State, state_fields
 from . import machine_code
 from .machine_code import Figures
 from .targets import TARGETS, Target
@@ -39,11 +38,11 @@ DTYPES = {
     "float32": (torch.float32, "ieee"),
     "tf32": (torch.float32, "tf32"),
 }
-HALVES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 LOSSES: dict[str, Callable[[str, float], Spec]] = {
     "clip": specs.clip,
     "info_nce": specs.info_nce,
-    "siglip": lambda same, _: specs.siglip(same),
+    "siglip": lambda id_rule, _: specs.siglip(id_rule),
     "nt_xent": specs.nt_xent,
     "supcon": lambda _, smoothing: specs.supcon(smoothing),
 }
@@ -54,18 +53,19 @@ class Variant:
     """One thing that the backend is asked to do with a tile.
 
     Attributes:
-        action: "fold", "fold keeping" (what the backward will need is kept), "push", "push kept" or "scores".
-        targets: The tile may hold positives by position, as those on the diagonal of a batch of pairs do.
-        frozen: No features get a gradient, so no slope is written.
+        action: "forward", "forward keep" (logits are kept for the backward), "one pass" (a sigmoid loss computes its
+            dlogits in the forward), "backward", "backward kept" (from logits that were kept) or "scores".
+        targets: "consecutive", "explicit" (indices, as `positives`) or "none" (none lies in this tile).
+        frozen: No features get a gradient, so no dlogits are written.
     """
 
     loss: str
     action: str
-    same: str = "ignore"
+    id_rule: str = "ignore"
     smoothing: float = 0.0
     stats: bool = False
     normalize: bool = False
-    targets: bool = True
+    targets: str = "consecutive"
     diagonal: bool = False
     frozen: bool = False
 
@@ -73,75 +73,79 @@ class Variant:
     def name(self) -> str:
         spec = self.spec
         options = {
-            f"ids {spec.same}": spec.same != "ignore",
-            "smoothing": spec.smoothing > 0,
+            f"ids {spec.id_rule}": spec.id_rule != "ignore",
+            "smoothing": spec.label_smoothing > 0,
             "stats": self.stats,
             "normalize": self.normalize,
-            "no targets": spec.targets and not self.targets,
+            f"{self.targets.replace('none', 'no')} targets": spec.has_targets and self.targets != "consecutive",
             "diagonal": self.diagonal,
             "frozen": self.frozen,
         }
-        return ", ".join([f"{self.loss} {self.action}", *(words for words, said in options.items() if said)])
+        return ", ".join([f"{self.loss} {self.action}", *(words for words, given in options.items() if given)])
 
     @property
     def spec(self) -> Spec:
-        return LOSSES[self.loss](self.same, self.smoothing)
+        return LOSSES[self.loss](self.id_rule, self.smoothing)
 
     @property
     def multiplies(self) -> bool:
-        return self.action != "push kept"
+        return self.action != "backward kept"
 
 
-_HEAVIEST: dict[str, Any] = {"same": "positive", "smoothing": 0.1}
+_HEAVIEST: dict[str, Any] = {"id_rule": "positive", "smoothing": 0.1}
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("clip", "fold"),
-        Variant("clip", "fold", targets=False),
-        Variant("clip", "fold", same="mask"),
-        Variant("clip", "fold", **_HEAVIEST),
-        Variant("clip", "fold", **_HEAVIEST, targets=False),
-        Variant("clip", "fold", stats=True),
-        Variant("clip", "fold", normalize=True),
-        Variant("clip", "fold", **_HEAVIEST, stats=True, normalize=True),
-        Variant("clip", "fold keeping"),
-        Variant("clip", "push"),
-        Variant("clip", "push", targets=False),
-        Variant("clip", "push", same="mask"),
-        Variant("clip", "push", **_HEAVIEST),
-        Variant("clip", "push", normalize=True),
-        Variant("clip", "push", **_HEAVIEST, normalize=True),
-        Variant("clip", "push", frozen=True),
-        Variant("clip", "push kept"),
-        Variant("clip", "push kept", **_HEAVIEST),
-        Variant("info_nce", "fold"),
-        Variant("info_nce", "fold", **_HEAVIEST),
-        Variant("info_nce", "fold keeping"),
-        Variant("info_nce", "fold keeping", **_HEAVIEST, stats=True, normalize=True),
-        Variant("info_nce", "push kept"),
-        Variant("info_nce", "push kept", **_HEAVIEST),
-        Variant("info_nce", "push"),
-        Variant("info_nce", "push", **_HEAVIEST),
-        Variant("siglip", "fold"),
-        Variant("siglip", "fold", stats=True),
-        Variant("siglip", "fold keeping"),
-        Variant("siglip", "fold keeping", targets=False),
-        Variant("siglip", "fold keeping", same="mask"),
-        Variant("siglip", "fold keeping", same="positive", stats=True, normalize=True),
-        Variant("siglip", "push kept"),
-        Variant("siglip", "push"),
-        Variant("siglip", "push", same="positive", normalize=True),
-        Variant("nt_xent", "fold"),
-        Variant("nt_xent", "fold", diagonal=True),
-        Variant("nt_xent", "fold", same="mask", diagonal=True),
-        Variant("nt_xent", "fold keeping", diagonal=True),
-        Variant("nt_xent", "push kept", diagonal=True),
-        Variant("nt_xent", "push"),
-        Variant("nt_xent", "push", diagonal=True),
-        Variant("supcon", "fold"),
-        Variant("supcon", "fold", smoothing=0.1, stats=True, normalize=True, diagonal=True),
-        Variant("supcon", "push"),
-        Variant("supcon", "push", smoothing=0.1, normalize=True, diagonal=True),
+        Variant("clip", "forward"),
+        Variant("clip", "forward", targets="none"),
+        Variant("clip", "forward", id_rule="mask"),
+        Variant("clip", "forward", **_HEAVIEST),
+        Variant("clip", "forward", **_HEAVIEST, targets="none"),
+        Variant("clip", "forward", stats=True),
+        Variant("clip", "forward", normalize=True),
+        Variant("clip", "forward", **_HEAVIEST, stats=True, normalize=True),
+        Variant("clip", "forward keep"),
+        Variant("clip", "backward"),
+        Variant("clip", "backward", targets="none"),
+        Variant("clip", "backward", id_rule="mask"),
+        Variant("clip", "backward", **_HEAVIEST),
+        Variant("clip", "backward", normalize=True),
+        Variant("clip", "backward", **_HEAVIEST, normalize=True),
+        Variant("clip", "backward", frozen=True),
+        Variant("clip", "backward kept"),
+        Variant("clip", "backward kept", **_HEAVIEST),
+        Variant("info_nce", "forward"),
+        Variant("info_nce", "forward", **_HEAVIEST),
+        Variant("info_nce", "forward keep"),
+        Variant("info_nce", "forward keep", **_HEAVIEST, stats=True, normalize=True),
+        Variant("info_nce", "backward kept"),
+        Variant("info_nce", "backward kept", **_HEAVIEST),
+        Variant("info_nce", "backward"),
+        Variant("info_nce", "backward", **_HEAVIEST),
+        Variant("info_nce", "forward", targets="explicit"),
+        Variant("info_nce", "forward", **_HEAVIEST, stats=True, targets="explicit"),
+        Variant("info_nce", "backward", targets="explicit"),
+        Variant("siglip", "forward"),
+        Variant("siglip", "forward", stats=True),
+        Variant("siglip", "forward keep"),
+        Variant("siglip", "one pass"),
+        Variant("siglip", "one pass", targets="none"),
+        Variant("siglip", "one pass", id_rule="mask"),
+        Variant("siglip", "one pass", id_rule="positive", stats=True, normalize=True),
+        Variant("siglip", "backward kept"),
+        Variant("siglip", "backward"),
+        Variant("siglip", "backward", id_rule="positive", normalize=True),
+        Variant("nt_xent", "forward"),
+        Variant("nt_xent", "forward", diagonal=True),
+        Variant("nt_xent", "forward", id_rule="mask", diagonal=True),
+        Variant("nt_xent", "forward keep", diagonal=True),
+        Variant("nt_xent", "backward kept", diagonal=True),
+        Variant("nt_xent", "backward"),
+        Variant("nt_xent", "backward", diagonal=True),
+        Variant("supcon", "forward"),
+        Variant("supcon", "forward", smoothing=0.1, stats=True, normalize=True, diagonal=True),
+        Variant("supcon", "backward"),
+        Variant("supcon", "backward", smoothing=0.1, normalize=True, diagonal=True),
         Variant("clip", "scores"),
         Variant("clip", "scores", normalize=True),
     )
@@ -153,10 +157,10 @@ class Compiled:
     """One launch, compiled.
 
     Attributes:
-        kernel: "tile", or "merge rows" or "merge columns", which follow a fold.
+        kernel: "tile", or "merge rows" or "merge columns", which follow a forward.
         width: Of the features.
         binary: Names what was compiled: launches of the same binary differ in nothing that a compiler sees.
-        settings: The block's sides, parts, warps and stages.
+        settings: The block's sides, subtiles, warps and stages.
         figures: None where it did not compile.
         error: Why it did not, or what it must not do.
     """
@@ -184,7 +188,7 @@ class Compiled:
         if not self.resident():
             found.append("no block fits a multiprocessor")
         multiplies = self.kernel == "tile" and VARIANTS[self.variant].multiplies
-        if multiplies and self.dtype in HALVES:
+        if multiplies and self.dtype in HALF_DTYPES:
             wrong = [opcode for opcode in figures.matrix if not opcode.startswith(target.matrix)]
             if wrong or not figures.matrix:
                 found.append(f"multiplies by {', '.join(wrong) or 'no matrix instruction'} instead of {target.matrix}")
@@ -252,61 +256,67 @@ def compile_job(job: tuple[str, str, str], widths: tuple[int, ...]) -> list[Comp
 class Recorder(Triton):
     """The backend as it is on a target."""
 
-    def __init__(self, spec: Spec, target: Target, dtype: str, stats: bool) -> None:
+    def __init__(self, variant: Variant, target: Target, dtype: str) -> None:
         self.launches: list[tuple[Any, dict[str, Any]]] = []
-        product, precision = DTYPES[dtype]
+        operand_dtype, precision = DTYPES[dtype]
+        spec = variant.spec
         super().__init__(
             spec,
             10.0,
-            -10.0 if spec.link == "sigmoid" else 0.0,
+            -10.0 if spec.epilogue == "sigmoid" else 0.0,
             torch.float32,
             torch.device("cpu"),
-            product=product,
-            stats=stats,
-            sums_slopes=dtype != "float32",
-            launcher=lambda kernel, grid, arguments: self.launches.append((kernel, arguments)),
+            operand_dtype=operand_dtype,
+            stats=variant.stats,
+            sum_for_scale=dtype != "float32" or variant.frozen,
+            sum_for_bias=spec.epilogue == "sigmoid",
         )
         self._architecture = target.name
         self._precision = precision
+        self._kind = precision if operand_dtype == torch.float32 else "half"
+
+    def _start(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        self.launches.append((kernel, arguments))
 
 
 def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[tuple[Any, dict[str, Any]]]:
     """Kernels and arguments."""
-    spec = variant.spec
-    backend = Recorder(spec, target, dtype, variant.stats)
+    backend = Recorder(variant, target, dtype)
     tile = _tile(variant, DTYPES[dtype][0], width)
-    kept = Kept(torch.empty(tile.shape[0] * tile.shape[1])) if variant.action in ("fold keeping", "push kept") else None
-    if variant.action.startswith("fold"):
-        backend.fold(tile, kept)
-    elif variant.action.startswith("push"):
-        backend.slope(tile, kept)
-    else:
+    keeps = variant.action in ("forward keep", "one pass", "backward kept")
+    kept = Kept(torch.empty(tile.shape[0] * tile.shape[1])) if keeps else None
+    if variant.action == "scores":
         backend.scores(tile)
+    elif variant.action.startswith("backward"):
+        backend.dlogits(tile, kept)
+    else:
+        backend.accumulate_statistics(tile, kept)
     return backend.launches
 
 
 def _tile(variant: Variant, dtype: torch.dtype, width: int) -> Tile:
-    height, side = Triton.sides(width, 1)
-    spec = variant.spec
-    names = remembered(spec) if variant.action.startswith("push") else fields(spec, variant.stats)
-    pulled = variant.action.startswith("push") or (spec.link == "sigmoid" and variant.action == "fold keeping")
-    within = (0, height) if variant.targets else (2 * side, 2 * side + height)
+    height, side = Triton.tile_sides(width, 1)
+    spec, backward = variant.spec, variant.action.startswith("backward")
+    names = state_fields(spec, variant.stats)
+    has_row_grad = backward or variant.action == "one pass"
 
-    def block(start: int, length: int) -> Block:
+    def block(length: int, **targets: Any) -> Block:
         return Block(
             torch.empty(length, width, dtype=dtype),
-            start,
-            ids=torch.empty(length, dtype=torch.int64) if spec.same != "ignore" else None,
-            target=torch.empty(length, dtype=torch.int64) if spec.targets else None,
-            targets_within=within,
+            0,
+            ids=torch.empty(length, dtype=torch.int64) if spec.id_rule != "ignore" else None,
             inverse_norm=torch.empty(length) if variant.normalize else None,
             state=State(names, torch.empty(len(names), length, dtype=torch.float64)),
-            pull=torch.empty(length if pulled else 0, dtype=torch.float64),
+            row_grad=torch.empty(length if has_row_grad else 0, dtype=torch.float64),
             grad=None if variant.frozen else torch.empty(length, width),
+            **targets,
         )
 
-    rows = block(0, height)
-    return Tile(rows, rows if variant.diagonal else block(0, side), diagonal=variant.diagonal)
+    targets: dict[str, Any] = {"target_offset": 0 if variant.targets == "consecutive" else 2 * side}
+    if variant.targets == "explicit":
+        targets = {"targets": torch.empty(height, dtype=torch.int64)}
+    rows = block(height, **targets if spec.has_targets else {})
+    return Tile(rows, rows if variant.diagonal else block(side), is_diagonal=variant.diagonal)
 
 
 def _compiled(job: tuple[str, str, str], width: int, name: str, kernel: Any, arguments: dict[str, Any]) -> Compiled:
@@ -330,7 +340,7 @@ def _compiled(job: tuple[str, str, str], width: int, name: str, kernel: Any, arg
             "rows": "BLOCK_ROWS",
             "columns": "BLOCK_COLUMNS",
             "width": "BLOCK_WIDTH",
-            "parts": "PARTS",
+            "subtiles": "SUBTILES",
             "warps": "num_warps",
             "stages": "num_stages",
         }.items()

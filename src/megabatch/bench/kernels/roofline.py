@@ -1,13 +1,13 @@
 """How long a training step should take, from what was compiled and the makers' peaks: predicted, never run.
 
-The model, of one tile of the plane:
+The model, for one tile of the logits:
 - a block multiplies at EFFICIENCY of the matrix units' peak, loads its features through the cache, and executes its
   epilogue at the rate of instructions and of special functions; instructions are counted in the compiled code, both
   sides of branches among them;
 - where two blocks or more share a multiprocessor, one's epilogue hides behind another's product, and the slowest of
   product, instructions, special functions, cache and memory is the time; where there is one, product and epilogue add
   up;
-- features come from memory once per tile, slopes and partial results go there and come back;
+- features are read from memory once per tile; dlogits and partial statistics are written and read back;
 - the gradients are library products, at EFFICIENCY or at the speed of memory, and an addition in memory.
 
 Left out: launches, latency, clocks that sink under load, bank conflicts, stalls, pipes narrower than the issue rate
@@ -29,12 +29,7 @@ EFFICIENCY = 0.75
 ROWS, WIDTH, DTYPE = 32768, 768, "bfloat16"
 HALF, FLOAT = 2, 4  # bytes
 # What the estimate needs to be compiled.
-FOLD, FOLD_APART, PUSH, PUSH_APART = NEEDED = (
-    "clip fold",
-    "clip fold, no targets",
-    "clip push",
-    "clip push, no targets",
-)
+NEEDED = ("clip forward", "clip forward, no targets", "clip backward", "clip backward, no targets")
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class Estimate:
     limit: str
 
     def share(self, products: int, gpu: Gpu, rows: int = ROWS, width: int = WIDTH) -> float:
-        """Of the peak for halves, by the products that cannot be avoided."""
+        """Of the peak for bf16/fp16, by the products that cannot be avoided."""
         return products * 2 * rows * rows * width / gpu.half / self.seconds
 
 
@@ -152,25 +147,31 @@ def megabatch(compiled: Sequence[Compiled], gpu: Gpu, rows: int = ROWS, width: i
     }
     if any(name not in found for name in NEEDED):
         return None
-    height, side = (min(longest, rows) for longest in Triton.sides(width, 1))
+    height, side = (min(longest, rows) for longest in Triton.tile_sides(width, 1))
     strips = math.ceil(rows / height)
     tiles = {True: strips, False: strips * math.ceil(rows / side) - strips}  # by whether they hold targets
     forward = backward = 0.0
     limits = []
     for targets, count in tiles.items():
         if count:
-            fold, push = (found[name] for name in ((FOLD, PUSH) if targets else (FOLD_APART, PUSH_APART)))
-            folded, merged = _fold(fold, gpu, height, side, width, slots=4 if targets else 2)
-            pushed = tile_kernel(push, gpu, height, side, width, written=height * side * HALF)
-            forward += count * (folded.seconds + merged)
+            suffix = "" if targets else ", no targets"
+            statistics, merge = _statistics(
+                found[f"clip forward{suffix}"], gpu, height, side, width, slots=4 if targets else 2
+            )
+            dlogits = tile_kernel(
+                found[f"clip backward{suffix}"], gpu, height, side, width, written=height * side * HALF
+            )
+            forward += count * (statistics.seconds + merge)
             gradients = sum(_gradient(gpu, *sides, width) for sides in ((height, side), (side, height)))
-            backward += count * (pushed.seconds + gradients)
-            limits.append((folded.limit, pushed.limit))
+            backward += count * (dlogits.seconds + gradients)
+            limits.append((statistics.limit, dlogits.limit))
     return Step(Estimate(forward, limits[-1][0]), Estimate(backward, limits[-1][1]))
 
 
-def _fold(compiled: Compiled, gpu: Gpu, rows: int, columns: int, width: int, slots: int) -> tuple[Estimate, float]:
-    """The tile, and the seconds until its partial results are merged."""
+def _statistics(
+    compiled: Compiled, gpu: Gpu, rows: int, columns: int, width: int, slots: int
+) -> tuple[Estimate, float]:
+    """The tile kernel, and the seconds to merge its partial statistics."""
     settings = compiled.settings
     across, down = math.ceil(columns / settings["columns"]), math.ceil(rows / settings["rows"])
     partials = slots * (across * rows + down * columns) * FLOAT
@@ -178,7 +179,7 @@ def _fold(compiled: Compiled, gpu: Gpu, rows: int, columns: int, width: int, slo
 
 
 def _gradient(gpu: Gpu, rows: int, columns: int, width: int) -> float:
-    """Slope times features into float32, which is then added to what is there."""
+    """dlogits @ features in float32, then added to the gradient."""
     multiplied = 2 * rows * columns * width / (gpu.half * EFFICIENCY)
     moved = (rows * columns + columns * width) * HALF + rows * width * FLOAT
     return max(multiplied, moved / gpu.memory) + 3 * rows * width * FLOAT / gpu.memory
@@ -186,17 +187,17 @@ def _gradient(gpu: Gpu, rows: int, columns: int, width: int) -> float:
 
 def paper(gpu: Gpu, gradients_in_memory: bool, rows: int = ROWS, width: int = WIDTH) -> Step | None:
     """The kernels of arXiv 2410.17243, by their source: 10 products in tf32 by tiles of 64 x 64, both features loaded
-    anew for each of 6 passes over the plane, without a pipeline and one block per multiprocessor (128 KiB of shared
+    anew for each of 6 passes over the logits, without a pipeline and one block per multiprocessor (128 KiB of shared
     memory), so that loading and multiplying add up; every tile reads, adds to and writes the gradients of its 64 rows,
     in memory or, if they stay there, in the cache. None where they cannot run: they hold NVIDIA's assembly.
     """
     if TARGETS[gpu.target].backend != "cuda":
         return None
-    plane = rows * rows
-    product = 2 * plane * width / (gpu.tf32 * EFFICIENCY)
-    load = plane / 64**2 * (64 + 64) * width * FLOAT / gpu.cache
-    exponentials = plane / (gpu.special * gpu.clocks)
-    update = 8 * plane * width / 64 / (gpu.memory if gradients_in_memory else gpu.cache)
+    logits = rows * rows
+    product = 2 * logits * width / (gpu.tf32 * EFFICIENCY)
+    load = logits / 64**2 * (64 + 64) * width * FLOAT / gpu.cache
+    exponentials = logits / (gpu.special * gpu.clocks)
+    update = 8 * logits * width / 64 / (gpu.memory if gradients_in_memory else gpu.cache)
     forward = 2 * (product + load + exponentials)
     backward = 8 * product + 4 * (load + exponentials) + 4 * update
     limit = "gradients in memory" if gradients_in_memory else "gradients in cache"

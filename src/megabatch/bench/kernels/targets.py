@@ -10,7 +10,7 @@ class Target:
     """Limits of one architecture. A multiprocessor is an SM or a CU, a warp also a wavefront.
 
     Attributes:
-        matrix: How the matrix instructions that its halves must use begin.
+        matrix: Prefix of the matrix instructions that bf16/fp16 must use.
         shared_per_block: Bytes that a block may have, if it asks for them.
         shared: Bytes of a multiprocessor.
         reserved: Bytes of it that every block takes for the system.
