@@ -273,7 +273,7 @@ class _Search:
         """Scores of single pairs in float64: the same wherever a key stands."""
         pairs: list[Tensor] = []
         at_once = max(1, PAIRS_AT_ONCE // self.key.shape[1])
-        for rows, columns in zip(row.split(at_once), column.split(at_once), strict=True):
+        for rows, columns in zip(torch.split(row, at_once), torch.split(column, at_once), strict=True):
             score = (queries.features[rows].double() * keys.features[columns].double()).sum(1)
             for block, index in ((queries, rows), (keys, columns)):
                 if block.inverse_norm is not None:

@@ -79,7 +79,7 @@ class Softmax(_Epilogue):
         shift, is_safe = 0.0, bound <= SAFE_LOGIT
         if not is_safe:
             low, high = (bound.item() for bound in logits.aminmax())
-            is_safe = -SAFE_LOGIT <= low and high <= SAFE_LOGIT
+            is_safe = low >= -SAFE_LOGIT and high <= SAFE_LOGIT
             shift = 0.0 if is_safe else _shift(high, logits.dtype)
         if shift:
             logits.sub_(shift)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Block:
             return self
         target = None if self.target_offset is None else self.target_offset + start
         values = ((member.name, getattr(self, member.name)) for member in fields(self))
-        views = {name: value[start:stop] for name, value in values if isinstance(value, Tensor)}
+        views: dict[str, Any] = {name: value[start:stop] for name, value in values if isinstance(value, Tensor)}
         state = self.state.slice(start, stop)
         return replace(self, offset=self.offset + start, target_offset=target, state=state, **views)
 

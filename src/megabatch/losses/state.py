@@ -104,12 +104,12 @@ class State:
             sum_exp.add_(new_sum, alpha=math.exp(new_max - higher))
             return
         self.shared_max = math.nan
-        new_max = torch.full_like(max_, new_max) if isinstance(new_max, float) else new_max.double()
-        higher = torch.maximum(max_, new_max)
+        new_maxima = torch.full_like(max_, new_max) if isinstance(new_max, float) else new_max.double()
+        maxima = torch.maximum(max_, new_maxima)
         # Where both are neutral: exp(-inf - lowest) is 0, where exp(-inf + inf) would be NaN.
-        finite = higher.clamp_min(torch.finfo(torch.float64).min)
-        sum_exp.mul_((max_ - finite).exp_()).add_(new_sum * (new_max - finite).exp_())
-        max_.copy_(higher)
+        finite = maxima.clamp_min(torch.finfo(torch.float64).min)
+        sum_exp.mul_((max_ - finite).exp_()).add_(new_sum * (new_maxima - finite).exp_())
+        max_.copy_(maxima)
 
     def fill_empty_rows(self, spec: Spec) -> None:
         """Give rows that met no column a sum of exponentials that can be divided by."""

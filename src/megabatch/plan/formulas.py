@@ -107,16 +107,14 @@ class OurLoss:
         return max(tiles, finish, key=total)
 
     def _finish(self) -> float:
-        """After the last tile: the scale's gradient is summed by strips, then gradients are rounded to bf16/fp16."""
-        rounded = 2 * self._block(self.feature) if self.feature != FLOAT else 0
-        return max(self._strips(), rounded)
-
-    def _strips(self) -> float:
-        """A product of features and gradients and, where they are bf16/fp16, the features in float32."""
+        """After the last tile: the scale's gradient is summed by strips, for which bf16/fp16 features are converted, then
+        gradients are rounded to bf16/fp16."""
+        half = self.feature != FLOAT
+        rounded = 2 * self._block(self.feature) if half else 0
         if self._sum_for_scale:
-            return 0.0
-        height = min(self.rows, strip_height(torch.empty(1, self.width, device="meta")))
-        return height * (self.width * (1 if self.feature == FLOAT else 2) + 1) * FLOAT
+            return rounded
+        strip = min(self.rows, strip_height(torch.empty(1, self.width, device="meta"))) * self.width * FLOAT
+        return strip + max(strip if half else 0, rounded)
 
     def _exchange(self) -> float:
         """Packed blocks, and sums of gradients: on a ring the block that is here and the one that arrives; the sum

@@ -41,7 +41,7 @@ class SavedTensors(NamedTuple):
     Attributes:
         state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
-        scalars: The gradients of scale and bias, after one pass; what the mean divides by, where the host does not know.
+        scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
     """
 
     state: Tensor
@@ -369,7 +369,7 @@ def _scale_sum(engine: Engine) -> Tensor:
     for strip in (strip for block in side for strip in block.strips(strip_height(block.features))):
         assert strip.grad is not None
         buffer = workspace.buffer("products", strip.grad.numel(), layout.dtype, layout.device)
-        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, tuple(strip.grad.shape)))
+        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, (len(strip), layout.width)))
         sums.append(product.sum(1).sum(dtype=torch.float64))
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=layout.device)

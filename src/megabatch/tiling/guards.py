@@ -79,8 +79,9 @@ def measure_norms(inputs: LossInputs, options: LossOptions) -> Norms:
 def row_norms(features: Tensor) -> Tensor:
     dtype = compute_dtype(features)
     if features.dtype == dtype:
-        return torch.linalg.vector_norm(features, dim=1)
-    strips = features.split(strip_height(features))
+        norms: Tensor = torch.linalg.vector_norm(features, dim=1)
+        return norms
+    strips = torch.split(features, strip_height(features))
     return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in strips])
 
 
@@ -115,7 +116,7 @@ def _warn_of_mistakes(inputs: LossInputs, options: LossOptions, norms: list[Tens
             warn_of_bounds(function, name, low, high)
     if bounds and function not in _pending and device == "cuda":
         numbers = torch.stack([bound for pair in bounds.values() for bound in pair]).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         _pending[function] = list(bounds), numbers, event
 

@@ -66,7 +66,8 @@ class _ContrastiveLoss(torch.autograd.Function):
             gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
         if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
-            gradients = Gradients(*(None if g is None else _Refuse.apply(g, *leaves) for g in gradients))
+            refuse: Any = _Refuse.apply
+            gradients = Gradients(*(None if g is None else refuse(g, *leaves) for g in gradients))
         return *gradients, *nothing[len(gradients) :]
 
 
@@ -165,7 +166,8 @@ _NAN = -torch.finfo(torch.float64).max  # in its place: what is compared with it
 
 def _pack(numbers: SavedNumbers) -> Tensor:
     plan = numbers.plan
-    known = [plan.rows, plan.columns, plan.one_pass, plan.kept, numbers.forward_number, numbers.joins_backward]
+    known: list[float] = [plan.rows, plan.columns, plan.one_pass, plan.kept]
+    known += [numbers.forward_number, numbers.joins_backward]
     known += [*numbers.max_norms, numbers.shared_max, numbers.denominator, *numbers.marks]
     return torch.tensor([_NAN if math.isnan(number) else number for number in known], dtype=torch.float64)
 
