@@ -216,6 +216,7 @@ def run_on_two_ranks(results: Path) -> dict[str, Any]:
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     told: dict[str, Any] = json.loads(results.read_text())
+    told["groups"] = [results.with_suffix(f".{rank}").read_text() for rank in range(2)]
     return told
 
 
@@ -259,6 +260,11 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(two_ranks: dict[str, Any]) -
         assert len(told) == 2
         assert len(set(told)) == 1, case
         assert case in told[0]
+
+
+def test_nothing_holds_the_group_of_a_job_that_was_trained_and_refused(two_ranks: dict[str, Any]) -> None:
+    """Or its threads outlive it, want the interpreter when that has ended, and abort the process now and then."""
+    assert two_ranks["groups"] == ["gone", "gone"]
 
 
 def test_gathering_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
