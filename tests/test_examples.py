@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from .ranks import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
 LONGEST = 65  # lines, but for the one that is a complete script
@@ -76,7 +78,7 @@ def run(command: str, folder: Path) -> str:
         [sys.executable, *started, *arguments, *CHEAPER.get(COMMANDS[command], [])],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env={**os.environ, **environment},
         cwd=ROOT,
         check=False,

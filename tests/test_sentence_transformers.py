@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from .ranks import PATIENCE
 from .shims import import_torchvision
 
 import_torchvision()
@@ -211,7 +212,7 @@ def run_on_two_ranks(results: Path) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
