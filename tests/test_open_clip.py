@@ -357,7 +357,12 @@ def run_programs(folder: Path, *options: str) -> list[str]:
         command = [sys.executable, "-m", module, *PROGRAM.split(), "--name", module, *options]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         running.append(subprocess.Popen(command, cwd=folder, env=environment, **streams))
-    printed = [program.communicate(timeout=PATIENCE)[0] for program in running]
+    try:
+        printed = [program.communicate(timeout=PATIENCE)[0] for program in running]
+    finally:
+        for program in running:
+            program.kill()  # one that takes too long, or whose twin did
+            program.communicate()
     for program, text in zip(running, printed, strict=True):
         assert program.returncode == 0, text
     return printed
