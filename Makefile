@@ -11,12 +11,20 @@ export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Files of tests that compare numbers, and what they are run under: vector units, BLAS kernels and threads of others.
+NUMERICS := $(patsubst %,tests/test_%.py,numbers losses reference retrieval products modules triton)
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+# Of them, in a minute: what a machine without AVX-512 would see.
+SHORT := $(NUMERICS) -k 'not products and not modules and not 32768 and (not triton or number_of_rows or retrieval or tie)'
+TWO_WORKERS := -n 2 --dist worksteal
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-gpu lint format demo bench bench-ranks clean
+.PHONY: help setup test test-cpus test-gpu lint format demo bench bench-ranks clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
 	@echo "make test         lint, types and all tests"
+	@echo "make test-cpus    the tests of numbers under other vector units, BLAS kernels and numbers of threads"
 	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff rewrite what it can"
@@ -34,6 +42,17 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(AVX2) $(PY) -m pytest -q $(TWO_WORKERS) $(SHORT)
+
+# All of them, also after one that fails.
+test-cpus: setup
+	@failed=; \
+	for cpu in ATEN_CPU_CAPABILITY=default '$(AVX2)' MKL_CBWR=COMPATIBLE \
+	           OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4; do \
+		echo "== $$cpu"; \
+		env $$cpu $(PY) -m pytest -q $(TWO_WORKERS) $(NUMERICS) || failed="$$failed\n$$cpu"; \
+	done; \
+	if [ -n "$$failed" ]; then printf "failed under:$$failed\n"; exit 1; fi
 
 test-gpu: setup
 	TRITON_INTERPRET=0 $(PY) -m pytest -m gpu

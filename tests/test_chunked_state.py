@@ -1,6 +1,9 @@
 """What an encoder keeps, writes to, or takes from elsewhere, and that none of it makes a replay silently wrong."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -197,3 +200,26 @@ def test_items_of_a_list_that_is_split_go_to_the_encoders_device_with_their_chun
         features = chunked(encode, [torch.randn(6) for _ in range(5)], chunk_size=2, split="images")
     assert features.shape == (5, 5)
     assert seen == [(2, "meta"), (2, "meta"), (1, "meta")]
+
+
+# ---- who holds the encoder
+
+
+@pytest.mark.parametrize("refused", ["its arguments", "its outputs"])
+def test_a_refused_call_holds_no_encoder(refused: str) -> None:
+    """Nor the group of an encoder in DistributedDataParallel, whose threads would outlive it."""
+
+    def call() -> weakref.ref[nn.Module]:
+        model = Mlp().double()
+        encode = model if refused == "its arguments" else lambda x: model(x).sum()
+        with suppress(ValueError):
+            chunked(encode, batch(), chunk_size=0 if refused == "its arguments" else 2)
+            pytest.fail("it was not refused")
+        return weakref.ref(model)
+
+    call()  # what torch imports with a first call, it holds until a collection
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.bench.instruments import measure, processes
 from megabatch.integrations import open_clip as ours
 
-from .ranks import run_apart
+from .ranks import PATIENCE, run_apart
 from .shims import import_torchvision
 from .test_structure import HEAVY, loaded_by
 
@@ -300,7 +300,7 @@ def on_two_ranks(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     write_data(folder)
-    assert run_apart(2, on_two_ranks, folder, group_timeout=60, deadline=100) == [0, 0]
+    assert run_apart(2, on_two_ranks, folder) == [0, 0]
     return folder
 
 
@@ -357,7 +357,12 @@ def run_programs(folder: Path, *options: str) -> list[str]:
         command = [sys.executable, "-m", module, *PROGRAM.split(), "--name", module, *options]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         running.append(subprocess.Popen(command, cwd=folder, env=environment, **streams))
-    printed = [program.communicate(timeout=100)[0] for program in running]
+    try:
+        printed = [program.communicate(timeout=PATIENCE)[0] for program in running]
+    finally:
+        for program in running:
+            program.kill()  # one that takes too long, or whose twin did
+            program.communicate()
     for program, text in zip(running, printed, strict=True):
         assert program.returncode == 0, text
     return printed

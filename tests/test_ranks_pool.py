@@ -43,9 +43,9 @@ def test_a_function_runs_on_the_ranks_asked_for(pool: Pool, members: int | tuple
 
 
 def test_an_error_names_its_rank_and_the_pool_goes_on(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "ENDING", 0.5)
     with pytest.raises(RanksFailed, match=r"rank 0 of 2: ValueError: as told; rank 1 of 2: ValueError: as told"):
         pool.run(2, fail_on, (0, 1))
+    monkeypatch.setattr(ranks, "ENDING", 0.5)
     with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] did not answer; ranks \[2\] did(?s:.)*On rank 2"):
         pool.run(3, fail_on, (2,))
     monkeypatch.undo()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from .ranks import PATIENCE
 from .shims import import_torchvision
 
 import_torchvision()
@@ -28,6 +29,7 @@ from megabatch.integrations.same_texts import hash_tokens, ids_of_rows  # noqa: 
 
 from . import sentence_transformers_training as training  # noqa: E402
 from .sentence_transformers_training import ALIKE, DIRECTIONS, NEGATIVES, NEGATIVES_ALIKE, TEXTS, embeddings, tokens  # noqa: E402
+from .tolerance import eps, slack  # noqa: E402
 
 PLAIN, CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -56,6 +58,13 @@ def of_the_model(loss: torch.nn.Module, columns: dict[str, list[str]]) -> tuple[
     value = loss([model.preprocess(texts) for texts in columns.values()], None)
     value.backward()
     return value.detach(), [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def assert_same_gradients(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Some weights, as the biases of keys, have a gradient of 0 but for roundings of the others'."""
+    rounding = 2 * eps(torch.float32) * max(other.abs().max().item() for other in theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5 * other.abs().max().item() + rounding)
 
 
 # ---- the same as the originals
@@ -95,7 +104,7 @@ def test_fitted_pairs_in_float32(name: str) -> None:
     wanted = exact.compute_loss_from_embeddings([query.double(), doc.double()], None)
     got = drop_ins.MultipleNegativesRankingLoss(None, **DIRECTIONS[name]).compute_loss_from_embeddings([query, doc])
     assert wanted < 2e-6
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-7)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=slack(torch.float32, 0.0, natural=1.0))
 
 
 @pytest.mark.parametrize("name", DIRECTIONS)
@@ -119,8 +128,7 @@ def test_a_real_model(name: str, options: dict[str, Any]) -> None:
     got, ours = of_the_model(getattr(drop_ins, name)(minilm(), **options), columns)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
     assert len(ours) == len(theirs) > 100
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5 * other.abs().max().item() + 1e-8)
+    assert_same_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize(("name", "options"), [(PLAIN, {}), (CACHED, {"mini_batch_size": 3})])
@@ -132,8 +140,7 @@ def test_inside_a_matryoshka_loss(name: str, options: dict[str, Any]) -> None:
         inner = inner or getattr(module, name)(minilm(), **options)
         results.append(of_the_model(originals.MatryoshkaLoss(minilm(), inner, [384, 64]), columns))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
-    for mine, other in zip(results[1][1], results[0][1], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5 * other.abs().max().item() + 1e-8)
+    assert_same_gradients(results[1][1], results[0][1])
 
 
 def test_without_gradients() -> None:
@@ -211,11 +218,12 @@ def run_on_two_ranks(results: Path) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     told: dict[str, Any] = json.loads(results.read_text())
+    told["groups"] = [results.with_suffix(f".{rank}").read_text() for rank in range(2)]
     return told
 
 
@@ -259,6 +267,11 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(two_ranks: dict[str, Any]) -
         assert len(told) == 2
         assert len(set(told)) == 1, case
         assert case in told[0]
+
+
+def test_nothing_holds_the_group_of_a_job_that_was_trained_and_refused(two_ranks: dict[str, Any]) -> None:
+    """Or its threads outlive it, want the interpreter when that has ended, and abort the process now and then."""
+    assert two_ranks["groups"] == ["gone", "gone"]
 
 
 def test_gathering_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

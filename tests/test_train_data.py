@@ -45,6 +45,8 @@ from megabatch.train.data import (
 from megabatch.train.data.images import NOT_AN_IMAGE, center_crop, decode, random_crop, squash, to_tensor
 from megabatch.train.data.source import OpenFiles, Strings
 
+from .ranks import PATIENCE
+
 
 def picture(number: int, size: tuple[int, int] = (24, 16), mode: str = "RGB") -> Image.Image:
     """A picture with something in every corner."""
@@ -1028,7 +1030,9 @@ def endless(**changes: Any) -> Iterator[Batch]:
     return batches(source, make_prepare(), Order(source.shards, seed=0), **(options | {"last_step": None} | changes))
 
 
-def test_workers_end_when_the_iterator_is_closed_or_dropped() -> None:
+def test_workers_end_when_the_iterator_is_closed_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not because torch is tired of waiting for them."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
     before = children()
     for end in ("close", "drop"):
         iterator = endless()
@@ -1040,7 +1044,7 @@ def test_workers_end_when_the_iterator_is_closed_or_dropped() -> None:
         else:
             del iterator
         assert children() == before
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 30
 
 
 def test_signals_to_the_group_leave_workers_at_work() -> None:
@@ -1063,7 +1067,7 @@ def test_the_trainer_still_gets_its_signals() -> None:
 
 def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
     code = "from tests.test_train_data import endless\nheld = endless()\nnext(held)\nraise OSError('given up')"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 1
     assert "given up" in ended.stderr
 

@@ -42,7 +42,7 @@ def train_on_a_rank(rank: int, group: object, folder: Path, words: list[str]) ->
 
 def train_on_ranks(ranks: int, folder: Path, *flags: str, name: str = "run", codes: int = 0) -> Path:
     words = ["train", "--logs", str(folder), "--name", name, *flags]
-    ended = run_apart(ranks, train_on_a_rank, folder, words, group_timeout=30, deadline=90)
+    ended = run_apart(ranks, train_on_a_rank, folder, words)
     assert ended == [codes] * ranks
     return folder / name
 
@@ -252,7 +252,7 @@ def train_poisoned(rank, group, folder, words):
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_named(poisoned, tmp_path):
     flags = ["--train-data", poisoned, "--logs", str(tmp_path), "--global-batch-size", "32", "--steps", "6"]
     words = ["train", *flags, "--name", "run", "--workers", "0", "--lr", "1e-3", "--save-steps", "1", "--keep", "0"]
-    assert run_apart(2, train_poisoned, tmp_path, words, group_timeout=30, deadline=90) == [0, 0]
+    assert run_apart(2, train_poisoned, tmp_path, words) == [0, 0]
     run = tmp_path / "run"
     bad = [line["step"] for line in steps(run) if not math.isfinite(line["train/loss"])]
     assert len(bad) == 2  # 6 steps of 32 are two passes
@@ -408,7 +408,7 @@ def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
 def test_ranks_that_see_different_data_are_told(shapes, tmp_path):
     """Rank 1 lacks the last samples."""
     (tmp_path / "store").mkdir()
-    codes = run_apart(2, train_on_different_data, tmp_path / "store", shapes, group_timeout=30, deadline=60)
+    codes = run_apart(2, train_on_different_data, tmp_path / "store", shapes)
     assert codes == [2, 2]
     said = [(tmp_path / "store" / f"said-{rank}").read_text() for rank in range(2)]
     assert "the number of samples must be the same on every rank, got 96 on rank 0 and 90 on rank 1" in said[0]

@@ -97,7 +97,7 @@ def chunked(
     gathered = Gathered(batch.rows, chunk_size)
     wrappers.share_buffers(call.reducers)
     call.forward(gathered)
-    gathered.settle(wrappers.agreed_kinds(gathered.kinds, groups, gathered.difference))
+    gathered.settle(wrappers.agreed(gathered.kinds, groups, gathered.difference, wrappers.known_kinds))
     if len(bounds) > 1:
         _warn_of_batch_norm(modules, call.buffers.written)
     outputs = tuple(output.release() for output in gathered.outputs)
@@ -121,8 +121,11 @@ def _plan(
         bounds = [(start, min(start + chunk_size, batch.rows)) for start in range(0, max(batch.rows, 1), chunk_size)]
     except (ValueError, TypeError) as refusal:
         error = refusal
-    wrappers.check_same_chunks(len(bounds), modules, error)
-    most = wrappers.most_chunks(len(bounds), groups, error)
+    try:
+        wrappers.check_same_chunks(len(bounds), modules, error)
+        most = wrappers.agreed(len(bounds), groups, error, max)
+    finally:
+        error = None  # as in `agreed`
     return batch, bounds, most - len(bounds)
 
 

@@ -245,31 +245,24 @@ def _groups_of(shard: nn.Module) -> list[str]:
     return list(dict.fromkeys(group.group_name for group in groups if dist.get_world_size(group) > 1))
 
 
-def most_chunks(own: int, group_names: Sequence[str], error: Exception | None) -> int:
-    """The number of chunks of the rank with most; the same error on all ranks where one has an `error`."""
-    most: int = _agreed(own, group_names, error, max)
-    return most
-
-
-def agreed_kinds(kinds: list[str], group_names: Sequence[str], error: Exception | None) -> list[str]:
-    """What each output is: a rank with a single row may not know, and takes the word of another."""
-
-    def known(ranks: list[list[str]]) -> list[str]:
-        return [next((kind for kind in each if kind != "either"), "either") for each in zip(*ranks, strict=True)]
-
-    agreed: list[str] = _agreed(kinds, group_names, error, known)
-    return agreed
-
-
-def _agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merge: Callable[[list[Any]], Any]) -> Any:
+def agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merge: Callable[[list[Any]], Any]) -> Any:
+    """What the ranks of these groups make of their facts; the same error on all of them where one has an `error`."""
     for name in group_names:
         try:
             fact = merge([rank["fact"] for rank in Ranks("chunked", name).handshake({}, {"fact": fact}, error)])
         except (ValueError, TypeError) as refusal:  # noqa: PERF203
             error = refusal  # and on to the next group, where others wait
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        error = None  # its traceback holds this frame: together they would keep the encoder and its group
     return fact
+
+
+def known_kinds(ranks: list[list[str]]) -> list[str]:
+    """What each output is: a rank with a single row may not know, and takes the word of another."""
+    return [next((kind for kind in each if kind != "either"), "either") for each in zip(*ranks, strict=True)]
 
 
 def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception | None) -> None:

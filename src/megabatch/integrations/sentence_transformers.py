@@ -181,7 +181,12 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         }
         own = {"hard negatives": len(embeddings) > 2}
         ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
-        if any(rank["hard negatives"] for rank in ranks.handshake(settings, own, error)) and len(embeddings) == 2:
+        try:
+            everyones = ranks.handshake(settings, own, error)
+        finally:
+            # Its traceback holds this frame: together they would keep the group, and its threads, past its end.
+            error = None
+        if any(rank["hard negatives"] for rank in everyones) and len(embeddings) == 2:
             return [*embeddings, embeddings[0][:0]]
         return embeddings
 

@@ -156,7 +156,7 @@ class Engine:
         try:
             plan = make_plan(self.options, sizes, one_pass)
         except ValueError as refused:
-            error = refused
+            error = refused.with_traceback(None)
         self.handshake.agree_on_plan(error)
         return plan
 
@@ -215,7 +215,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     try:
         norms = measure_norms(inputs, options)
     except Warning as raised:  # which the user turned into an error: on all ranks, then
-        error = raised
+        error = raised.with_traceback(None)
     engine = Engine(inputs, options, norms, Handshake(inputs, options, norms, error))
     layout, spec, plan = engine.layout, engine.spec, engine.plan
     blocks = layout.feature_blocks()

@@ -92,7 +92,7 @@ class Handshake:
                 self.ranks.check_device()
                 check_values(inputs, options, mine.scale, mine.bias)
         except ValueError as refused:
-            error = refused
+            error = refused.with_traceback(None)  # which would hold this frame, and with it the group
         self.infos = [mine]
         if options.group:
             same = _same_on_all_ranks(inputs, options) | {
