@@ -298,27 +298,39 @@ def test_temperature_must_be_positive_and_finite(loss: str, value: float) -> Non
 @every_loss
 @pytest.mark.parametrize("value", [0.0, -0.5, math.inf, math.nan], ids=repr)
 def test_temperature_tensor_must_be_positive_and_finite(loss: str, value: float) -> None:
-    """Inside the operator, where a temperature arrives as a scale."""
-    said = "logit_scale (1 / temperature) must be finite, got nan."
-    temperature = torch.tensor(value, requires_grad=True)
-    assert_refused(loss, ValueError, said, "a temperature must be positive.", logit_scale=None, temperature=temperature)
+    said = f"temperature must be positive and finite, got {value}."
+    assert_refused(loss, ValueError, said, logit_scale=None, temperature=torch.tensor(value, requires_grad=True))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5], ids=repr)
+def test_temperature_tensor_must_be_positive_where_it_cannot_be_read(value: float, backend: Any) -> None:
+    """A compiler sees no values: it is the operator that refuses, where a temperature arrives as a scale."""
+    compiled = torch.compile(megabatch.clip_loss, fullgraph=True, backend=backend)
+    with pytest.raises(ValueError, match=re.escape("logit_scale (1 / temperature) must be finite, got nan")):
+        compiled(**good("clip_loss") | {"logit_scale": None, "temperature": torch.tensor(value)})
 
 
 @every_loss
-def test_scale_below_one_is_warned_of_once(loss: str) -> None:
+@pytest.mark.parametrize("value", [0.07, torch.tensor(0.07)], ids=repr)
+def test_scale_below_one_is_warned_of_once(loss: str, value: Any) -> None:
     said = f"{loss}: logit_scale=0.07 is below 1 and looks like a temperature. It multiplies the logits; "
     said += "if 1 / 0.07 is meant, pass logit_scale=1 / 0.07."
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
-        getattr(megabatch, loss)(**good(loss) | {"logit_scale": 0.07})
+        getattr(megabatch, loss)(**good(loss) | {"logit_scale": value})
     assert [warning.filename for warning in caught] == [__file__]
     run(loss, logit_scale=0.07)
     run(loss, logit_scale=0.08)  # a schedule does not warn at every step
 
 
 @every_loss
-@pytest.mark.parametrize("value", [0.0, -0.5, 1.0, torch.tensor(0.07)], ids=repr)
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.0], ids=repr)
 def test_other_scales_are_not_warned_of(loss: str, value: Any) -> None:
     assert run(loss, logit_scale=value).isfinite()
+
+
+@every_loss
+def test_a_trained_scale_below_one_is_not_warned_of(loss: str) -> None:
+    assert run(loss, logit_scale=torch.tensor(-2.0, requires_grad=True).exp()).isfinite()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
@@ -348,12 +360,19 @@ def test_rows_not_of_unit_length_are_warned_of_once(loss: str) -> None:
     changes = {FIRST[loss]: rows, "normalize": None}
     if loss in SECOND:
         changes[SECOND[loss]] = rows
-    said = f"{loss}: the rows of the first batch are not of unit length, but from 1.5 to 3. Pass normalize=True for "
+    said = f"{loss}: rows are not of unit length, but from 1.5 to 3. Pass normalize=True for "
     said += "cosine similarity, or normalize=False if dot products are meant."
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
         run(loss, **changes)
     assert len(caught) == 1
     run(loss, **changes)
+
+
+@every_loss
+def test_rows_not_of_unit_length_are_warned_of_when_they_first_appear(loss: str) -> None:
+    run(loss, normalize=None)
+    with pytest.warns(UserWarning, match="rows are not of unit length, but from 1 to 3"):
+        run(loss, normalize=None, **{FIRST[loss]: torch.eye(N, D) * torch.linspace(1, 3, N)[:, None]})
 
 
 @every_pair
@@ -711,7 +730,12 @@ def compilable(loss: str, mix: str) -> dict[str, Any]:
     else:
         temperature = mix == "tensors and temperature"
         name = "temperature" if temperature else "logit_scale"
-        arguments |= {"logit_scale": None, name: torch.tensor([2.0], requires_grad=True), "tile": 4, "normalize": None}
+        arguments |= {
+            "logit_scale": None,
+            name: torch.tensor([0.5 if temperature else 2.0], requires_grad=True),
+            "tile": 4,
+            "normalize": None,
+        }
         arguments |= {"return_stats": True, "reduction": "none" if temperature else "mean", "memory_budget": 10**6}
         if loss in ("clip_loss", "siglip_loss"):
             arguments["logit_bias"] = torch.tensor(-2.0, requires_grad=True)

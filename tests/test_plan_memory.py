@@ -26,7 +26,7 @@ MIB = 2**20
 
 def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes of tensors that were there at a time, beyond those before, as torch's allocator reports them."""
-    workspace.release()
+    workspace.empty_cache()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
@@ -86,7 +86,7 @@ def test_the_meter_sees_what_is_there_at_a_time() -> None:
         (2048, 512, torch.bfloat16, {}),
         (2048, 256, torch.float32, {"memory_budget": 24 * MIB}),  # some logits are kept
         (2048, 256, torch.bfloat16, {"memory_budget": 64 * MIB}),  # all
-        (300, 256, torch.float32, {}),  # in one walk
+        (300, 256, torch.float32, {}),  # in one pass
         (300, 256, torch.bfloat16, {}),
     ],
 )
@@ -125,7 +125,7 @@ def test_predicted_bytes_are_those_that_a_process_takes() -> None:
     with one_thread():
         for _ in range(2):  # whatever a library keeps, it has after the first
             image.grad = text.grad = None
-            workspace.release()
+            workspace.empty_cache()
             with PeakMemory() as meter:
                 megabatch.clip_loss(image, text, scale, normalize=False).backward()
     assert total(predicted(rows, width, torch.float32).parts) == pytest.approx(meter.bytes, rel=0.05)
