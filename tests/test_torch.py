@@ -239,9 +239,7 @@ def test_products_of_bf16_into_float32_as_on_an_accelerator() -> None:
     """What CUDA multiplies in half precision is emulated: same dlogits, same sums, logits and scale float32."""
     rows, columns = (normalize(torch.randn(40, 16), dim=1).bfloat16() for _ in range(2))
     inputs = LossInputs(rows, columns, scale=torch.tensor(20.0))
-    options = LossOptions(
-        "test", specs.clip("ignore", 0.0), Needs(True, True, False, True), normalize=False, tile=(16, 16)
-    )
+    options = LossOptions("test", specs.clip("ignore", 0.0), Needs(True, True, False, True), normalize=False, tile=(16, 16))
     results = []
     for operand in (None, torch.bfloat16):
         with pytest.MonkeyPatch.context() as patch:
