@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,13 @@ def test_a_raised_budget_keeps_logits_and_not_more() -> None:
         kept = saved_bytes(lambda: megabatch.clip_loss(**inputs, normalize=False, tile=100, memory_budget=budget))  # noqa: B023
         assert without < kept <= without + budget
     assert kept >= without + 300 * 300 * 4
+
+
+def test_logits_are_kept_by_default() -> None:
+    inputs = make_inputs("clip_loss", 300, 8, torch.float32)
+    one_tile = 2 * 100 * 100 * 4
+    without = saved_bytes(lambda: megabatch.clip_loss(**inputs, normalize=False, tile=100, memory_budget=one_tile))
+    assert saved_bytes(lambda: megabatch.clip_loss(**inputs, normalize=False)) >= without + 300 * 300 * 4
 
 
 MEASURE = """
@@ -243,6 +251,30 @@ def test_small_calls_use_their_memory_again() -> None:
     first = workspace.buffer("scratch", 64 * 64, torch.float32, torch.device("cpu")).data_ptr()
     megabatch.clip_loss(**inputs, normalize=False).backward()
     assert workspace.buffer("scratch", 64 * 64, torch.float32, torch.device("cpu")).data_ptr() == first
+
+
+def test_emptying_the_cache_releases_the_buffers_of_all_threads() -> None:
+    released: list[weakref.ref[Tensor]] = []
+    filled, done = threading.Event(), threading.Event()
+
+    def call() -> None:
+        released.append(weakref.ref(workspace.buffer("test", 64, torch.float32, torch.device("cpu"))))
+
+    def work() -> None:
+        call()
+        filled.set()
+        done.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    filled.wait(60)
+    call()
+    held = [ref() is not None for ref in released]
+    megabatch.empty_cache()
+    gone = [ref() is None for ref in released]
+    done.set()
+    thread.join()
+    assert held == gone == [True, True]
 
 
 def test_memory_of_inference_mode_serves_training_too() -> None:
