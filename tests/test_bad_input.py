@@ -342,11 +342,12 @@ def test_a_temperature_that_the_host_cannot_read_is_refused_inside(loss: str, mo
 
 
 @every_loss
-def test_scale_below_one_is_warned_of_once(loss: str) -> None:
+@pytest.mark.parametrize("value", [0.07, torch.tensor(0.07)], ids=repr)
+def test_scale_below_one_is_warned_of_once(loss: str, value: Any) -> None:
     said = f"{loss}: logit_scale=0.07 is below 1 and looks like a temperature. It multiplies the logits; "
     said += "if 1 / 0.07 is meant, pass logit_scale=1 / 0.07."
     with pytest.warns(UserWarning, match=re.escape(said)) as caught:
-        getattr(megabatch, loss)(**good(loss) | {"logit_scale": 0.07})
+        getattr(megabatch, loss)(**good(loss) | {"logit_scale": value})
     assert [warning.filename for warning in caught] == [__file__]
     run(loss, logit_scale=0.07)
     run(loss, logit_scale=0.08)  # a schedule does not warn at every step
@@ -483,6 +484,13 @@ def test_rows_not_of_unit_length_are_warned_of_once(loss: str) -> None:
         run(loss, **changes)
     assert len(caught) == 1
     run(loss, **changes)
+
+
+@every_loss
+def test_rows_not_of_unit_length_are_warned_of_when_they_first_appear(loss: str) -> None:
+    run(loss, normalize=None)
+    with pytest.warns(UserWarning, match="rows are not of unit length, but from 1 to 3"):
+        run(loss, normalize=None, **{FIRST[loss]: torch.eye(N, D) * torch.linspace(1, 3, N)[:, None]})
 
 
 @every_pair
@@ -869,7 +877,12 @@ def compilable(loss: str, mix: str) -> dict[str, Any]:
     else:
         temperature = mix == "tensors and temperature"
         name = "temperature" if temperature else "logit_scale"
-        arguments |= {"logit_scale": None, name: torch.tensor([2.0], requires_grad=True), "tile": 4, "normalize": None}
+        arguments |= {
+            "logit_scale": None,
+            name: torch.tensor([0.5 if temperature else 2.0], requires_grad=True),
+            "tile": 4,
+            "normalize": None,
+        }
         arguments |= {"return_stats": True, "reduction": "none" if temperature else "mean", "memory_budget": 10**6}
         if loss in ("clip_loss", "siglip_loss"):
             arguments["logit_bias"] = torch.tensor(-2.0, requires_grad=True)

@@ -89,7 +89,7 @@ def test_the_meter_sees_what_is_there_at_a_time() -> None:
         (2048, 512, torch.bfloat16, {}),
         (2048, 256, torch.float32, {"memory_budget": 24 * MIB}),  # some logits are kept
         (2048, 256, torch.bfloat16, {"memory_budget": 64 * MIB}),  # all
-        (300, 256, torch.float32, {}),  # in one walk
+        (300, 256, torch.float32, {}),  # in one pass
         (300, 256, torch.bfloat16, {}),
     ],
 )

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
 from megabatch import reference
@@ -31,7 +34,7 @@ MAY_IMPORT = {
     "retrieval": {"keywords", "checks", "tiling", "losses", "backends", "distributed"},
     "modules": {"functional", "keywords", "checks", "distributed"},
     "caching": {"checks", "distributed"},
-    "__init__": {"functional", "modules", "retrieval", "caching"},
+    "__init__": {"functional", "modules", "retrieval", "caching", "backends"},
     "integrations": {PUBLIC, "distributed"},
     "bench": {PUBLIC, "integrations", "reference", "backends", "losses", "tiling", "distributed", "train", "plan"},
     "plan": {PUBLIC, "tiling", "backends", "losses"},
@@ -121,21 +124,21 @@ def test_every_room_of_the_table_exists():
 @pytest.mark.parametrize(
     ("path", "source", "found"),
     [
-        ("losses/spec.py", "import megabatch.tiling.walk", {"tiling"}),
+        ("losses/spec.py", "import megabatch.tiling.layout", {"tiling"}),
         ("losses/spec.py", "from megabatch.backends import eager", {"backends"}),
         ("losses/spec.py", "from megabatch import functional", {"functional"}),
-        ("losses/spec.py", "from ..distributed.ring import Ring", {"distributed"}),
+        ("losses/spec.py", "from ..distributed.ring import RingPass", {"distributed"}),
         ("losses/spec.py", "from .. import tiling", {"tiling"}),
-        ("losses/spec.py", "def f():\n    from ..tiling import walk", {"tiling"}),
+        ("losses/spec.py", "def f():\n    from ..tiling import layout", {"tiling"}),
         ("losses/spec.py", "import megabatch as mb", {PUBLIC}),
         ("losses/spec.py", "from megabatch import clip_loss", {PUBLIC}),
-        ("losses/__init__.py", "from ..tiling import walk", {"tiling"}),
+        ("losses/__init__.py", "from ..tiling import layout", {"tiling"}),
         ("reference.py", "from .losses import Spec", {"losses"}),
         ("reference.py", "from . import functional", {"functional"}),
-        ("modules.py", "from .tiling import walk", {"tiling"}),
+        ("modules.py", "from .tiling import layout", {"tiling"}),
         ("bench/loss/command.py", "from megabatch.functional import clip_loss", {"functional"}),
         ("backends/eager.py", "from ..losses.spec import Spec\nfrom . import select\nimport torch", set()),
-        ("losses/spec.py", "from .state import merge\nfrom . import block", set()),
+        ("losses/spec.py", "from .state import State\nfrom . import block", set()),
         (
             "bench/loss/command.py",
             "import megabatch\nfrom megabatch import reference\nfrom ..report import table",
@@ -150,6 +153,57 @@ def test_the_import_check_can_fail(path, source, found):
 def test_importing_the_library_does_not_import_triton_or_any_extra():
     """Another import beside it, which must be found: the check can fail."""
     assert loaded_by("import megabatch, hypothesis", [*HEAVY, "hypothesis"]) == ["hypothesis"]
+
+
+def loaded_by_a_first_call(loss: str) -> list[str]:
+    call = f"x = torch.randn(64, 8, requires_grad=True)\n{loss}(x, x.detach().clone(), 10.0, normalize=True).backward()"
+    return loaded_by(f"import megabatch, megabatch.reference\n{call}", ["torch._dynamo", "torch._inductor"])
+
+
+def test_a_first_call_imports_no_compiler():
+    assert loaded_by_a_first_call("megabatch.clip_loss") == []
+
+
+def test_the_check_for_compilers_can_fail():
+    assert "torch._dynamo" in loaded_by_a_first_call("torch.compile(megabatch.reference.clip_loss, backend='eager')")
+
+
+class FramesOfProducts(TorchDispatchMode):
+    """Which frames of the package are on the stack at every matrix product, outermost first, as (file, function)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks: list[list[tuple[str, str]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            stack, frame = [], sys._getframe()
+            while frame is not None:
+                if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+                    stack.append((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+                frame = frame.f_back
+            self.stacks.append(stack[::-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_frames_lie_between_a_loss_and_its_product():
+    x = torch.nn.functional.normalize(torch.randn(64, 8), dim=1).requires_grad_()
+    with FramesOfProducts() as frames:
+        megabatch.clip_loss(x, x.detach().clone(), 10.0)
+    (stack,) = frames.stacks
+    assert stack[0] == ("functional.py", "clip_loss")
+    assert stack[-1][0] == "eager.py"
+    assert len(stack) <= 7, stack
+    assert len(set(stack)) == len(stack), stack
+
+
+CORE = {"losses", "tiling", "backends", "distributed", "functional", "checks", "modules", "retrieval"}
+LONG = "backends/triton_kernels.py"
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if room_of(path) in CORE and path != LONG])
+def test_a_file_of_the_core_can_be_read_in_one_sitting(path):
+    assert len((PACKAGE / path).read_text().splitlines()) <= 400
 
 
 def test_every_public_name_resolves():

@@ -1,5 +1,6 @@
 """Contrastive learning at any batch size: exact losses in linear memory."""
 
+from .backends.workspace import empty_cache
 from .caching.chunked import chunked
 from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
@@ -15,6 +16,7 @@ __all__ = [
     "SupConLoss",
     "chunked",
     "clip_loss",
+    "empty_cache",
     "info_nce_loss",
     "nt_xent_loss",
     "retrieval_ranks",

@@ -12,7 +12,7 @@ class Loss:
     """One of the five losses, as a benchmark sees it.
 
     Attributes:
-        formed: How often a step in linear memory must form the logits: twice where a slope needs the sums of a whole
+        formed: How often a step in linear memory must form the logits: twice where dlogits need the sums of a whole
             column. Each forming is a matrix product, and the gradient of each side is another.
         views: Feature tensors it takes.
         joined: Its rows and columns are all the features together, so the plane is `views` times as high and wide.

@@ -284,7 +284,7 @@ def _allowances(
         pairs = [(peer[name].double().cpu(), truth[name].cpu()) for peer, truth in zip(peers, truths, strict=True)]
         dense = max(_largest(peer - truth) for peer, truth in pairs)
         largest = max(_largest(truth) for _, truth in pairs)
-        if _of_features(name):  # slopes are of size 1 / rows, and the scale comes on top
+        if _of_features(name):  # dlogits are of size 1 / rows, and the scale comes on top
             natural, rounding = case.scale * len(truths) / (1 if summed else batch), max(slack, 5 * single)
         else:
             natural, rounding = 1.0, 5 * single

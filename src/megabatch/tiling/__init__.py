@@ -1,1 +1,1 @@
-"""How the plane of logits is walked: the plan, the walk, and the operators that are the one seam to autograd."""
+"""How logits are computed tile by tile: layout, handshake, plan, engine, and the operators, the one seam to autograd."""

@@ -39,7 +39,7 @@ time (its Figure 4): seconds of a step; mean ± standard deviation, and the best
 
 ablation (its Table 4): what each idea does to memory and time, beside the row above it, on the largest number of ranks.
 Products are the matrix products of a step, of all ranks together, in units of N·N·D multiplications: counted by the
-profiler, at few rows.
+profiler, at few rows, where all logits fit megabatch's default memory budget and are kept for the backward pass.
 
 Right first: as in `megabatch bench ring`, what is wrong gets no figures, and the exit code is 1. The effect of
 overlapping communication is there too: its "megabatch, ring, no overlap".

@@ -63,7 +63,7 @@ def ours_kept(member: Member) -> LossFunction:
     return loss
 
 
-def walk_per_direction(member: Member, **options: Any) -> LossFunction:
+def pass_per_direction(member: Member, **options: Any) -> LossFunction:
     """Images to texts and texts to images apart, each with a ring of its own, as Ring-CL and Inf-CL have it."""
     one_way = partial(
         cast(LossFunction, megabatch.info_nce_loss),
@@ -179,13 +179,13 @@ ENTRANTS = {
         Entrant("disco", "DisCo-CLIP's scheme (SUM, not its code's AVG)", disco, matrices=9),
         Entrant(
             "ring_only",
-            "ring without tiles, a walk per direction",
-            partial(walk_per_direction, tile=WHOLE),
+            "ring without tiles, a pass per direction",
+            partial(pass_per_direction, tile=WHOLE),
             matrices=3,
             in_cells=True,
             ours=True,
         ),
-        Entrant("two_walks", "ring and tiles, a walk per direction", walk_per_direction, ours=True),
+        Entrant("two_walks", "ring and tiles, a pass per direction", pass_per_direction, ours=True),
         Entrant("kept", "megabatch, ring, logits kept", ours_kept, matrices=1, ours=True),
     )
 }

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from ...tiling.plan import Plan
 from .. import report, session
 from ..bar import work
 from ..cases import LOSSES, Case
@@ -22,8 +23,8 @@ What a step through a tiled loss, forward and backward with all gradients, spend
 the CPU, in float32: a GPU's kernels do products and epilogue at once, and have no stages to tell apart.
 
   products       the matrix products of all tiles: their logits, and the gradients of their rows and columns
-  epilogue       whatever else is done to a tile: exponentials, sums, slopes; calling the functions that do it, too
-  merges         what tiles know of a row brought together: vectors of one entry per row; over ranks gradients, too
+  epilogue       everything else per tile: exponentials, sums, dlogits, and the calls of the functions that do it
+  merges         statistics of tiles merged: vectors of one entry per row; over ranks gradients, too
   communication  over ranks: packing, handshakes, sums over ranks, and waiting for them and for transfers
   rest           the plan, memory, autograd, scaling of gradients, Python between tiles
 
@@ -33,9 +34,9 @@ difference is what measuring costs.
 
 Plain products: the matrix products that a step in linear memory must do, of the full shape, into memory made before,
 and nothing else. What a step takes beyond 100 % of them is what the loss costs. "/ undivided": the step over the same
-step with tiles as large as they get, which are all of the plane or, over ranks, all that two ranks share: what cutting
-the plane into tiles costs, below 1 what it saves. Where logits are kept, because the plane is small, or formed once
-more than need be, the products differ from the plain ones in number, and the row says so.
+step with tiles as large as they get, which hold all logits or, over ranks, all that two ranks share: what cutting the
+logits into tiles costs, below 1 what it saves. Logits that fit the memory budget are kept for the backward pass. Where
+that saves products, or where more are needed, the row says so: its products differ from the plain ones in number.
 
 All take turns in one process, after a run each that is thrown away. First table: mean and standard deviation over all
 runs, and peak memory of one step beyond inputs and gradients, in a process of its own. Second table: the fastest run of
@@ -95,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
             print("quick: this batch is so small that fixed costs rule; the shares say nothing about real ones")
         for case, ranks in run.each(cases, [_work(case, ranks, options) for case, ranks in cases]):
             rows = tiling_trial.contest(case, ranks, sizes, options.repeats, options.seconds, run.part)
-            tables = (_times(case, rows), _shares(rows), _overlap(rows))
+            tables = (_times(case, ranks, rows), _shares(rows), _overlap(rows))
             run.show(_heading(case, ranks), "\n\n".join(filter(None, tables)))
             healthy = all(row.status not in ("wrong", "failed") for row in rows)
             run.add({**asdict(case), "ranks": ranks}, [_record(row, rows) for row in rows], healthy=healthy)
@@ -123,7 +124,7 @@ def _heading(case: Case, ranks: int) -> str:
     return f"{case}" + (f", {ranks} ranks × {case.rows // ranks} rows, 1 thread each" if ranks > 1 else "")
 
 
-def _times(case: Case, rows: list[TilingRow]) -> str:
+def _times(case: Case, ranks: int, rows: list[TilingRow]) -> str:
     head = ("ms, mean ± std", "tile", *STAGES, "sum", "no stopwatch", "peak MiB", "")
     return report.table(
         head,
@@ -135,20 +136,28 @@ def _times(case: Case, rows: list[TilingRow]) -> str:
                 _milliseconds(row.sums),
                 _milliseconds(row.seconds),
                 report.mebibytes(row.peak_bytes),
-                report.remark(row.status, row.note) or _formed(case, row),
+                report.remark(row.status, row.note) or _formed(case, ranks, row),
             )
             for row in rows
         ],
     )
 
 
-def _formed(case: Case, row: TilingRow) -> str:
-    """Where the plan forms the logits once more, or once less, than the plain products do."""
-    # Of a symmetric plane, two walks over half of it are one product.
-    usual = 2 if case.kind.joined else case.kind.formed
-    if row.plan is None or row.plan.passes == usual:
+def _formed(case: Case, ranks: int, row: TilingRow) -> str:
+    """Where the plan forms more logits, or fewer, than the plain products do."""
+    plan = row.plan
+    if plan is None:
         return ""
-    return "logits kept: fewer products" if row.plan.passes < usual else "logits formed twice: more products"
+    once = plan.one_pass or plan.kept >= _num_tiles(case.rows // ranks, ranks, plan)
+    # Of a symmetric loss, two passes over half of the logits are one product.
+    if case.kind.joined or case.kind.formed == 2:
+        return "logits kept: fewer products" if once or plan.kept else ""
+    return "" if once else "logits formed twice: more products"
+
+
+def _num_tiles(rows: int, ranks: int, plan: Plan) -> int:
+    """Of one rank with so many rows."""
+    return -(-rows // plan.rows) * -(-rows // plan.columns) * ranks
 
 
 def _milliseconds(values: list[float]) -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import megabatch
 
+from ...backends.backend import DEFAULT_BUDGET
 from ..cases import Case, Inputs
 from ..loss import contenders
 from ..loss.contenders import Step
@@ -27,7 +28,7 @@ class Tiling:
     Attributes:
         size: "own": what the plan chooses. "whole": tiles are as large as the block of rows that a process has. Or the
             side of a tile.
-        overlap: Over ranks, parcels travel while tiles are worked on.
+        overlap: Over ranks, blocks are sent while tiles are computed.
     """
 
     size: str
@@ -46,9 +47,10 @@ class Tiling:
         return {OWN: None, UNDIVIDED: WHOLE}[self.size] if self.size in TITLES else int(self.size)
 
     def held(self, case: Case, ranks: int) -> int:
-        """Bytes that all ranks hold at their peak, about; of the plan's own choice, nothing worth counting."""
-        side = min(self.tile or 0, case.rows // ranks)
-        return ranks * MATRICES * side**2 * case.torch_dtype.itemsize
+        """Bytes that all ranks hold at their peak, about: a tile, or the logits that the default budget keeps."""
+        element, local = case.torch_dtype.itemsize, case.rows // ranks
+        tile = MATRICES * min(self.tile or 0, local) ** 2 * element
+        return ranks * max(tile, min(DEFAULT_BUDGET, case.matrix_bytes // ranks))
 
     def step(self, case: Case, ranks: int) -> Step:
         options: dict[str, Any] = {"normalize": False, "backend": "eager", "tile": self.tile, "group": None}

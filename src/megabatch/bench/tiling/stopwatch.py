@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from ...backends import backend, eager
+import torch
+
 from ...backends.eager import Eager
-from ...distributed.collectives import Ranks, Transfer
+from ...distributed.ranks import Ranks, Transfer
 from ...losses.state import State
-from ...tiling import visitors
-from ...tiling.visitors import Visitors
+from ...tiling import layout
+from ...tiling.layout import _RemoteColumns
 
 REST = "rest"
 STAGES = ("products", "epilogue", "merges", "communication", REST)
@@ -38,18 +39,17 @@ class Seam(NamedTuple):
 
 
 SEAMS = (
-    Seam("products", eager, "multiply"),  # of the logits
-    Seam("products", backend, "multiply"),  # of the gradients
-    Seam("epilogue", Eager, "fold"),
-    Seam("epilogue", Eager, "push"),
-    Seam("merges", State, "clear"),
+    Seam("products", torch, "addmm"),  # in float32, all of them
+    Seam("epilogue", Eager, "accumulate_statistics"),
+    Seam("epilogue", Eager, "accumulate_gradients"),
+    Seam("merges", State, "reset"),
     Seam("merges", State, "merge"),
-    Seam("merges", State, "settle"),
-    Seam("merges", visitors, "_add"),  # of what two ranks have added up
-    Seam("communication", Visitors, "cargo"),
-    Seam("communication", Ranks, "agree"),
-    Seam("communication", Ranks, "total"),
-    Seam("communication", Ranks, "begin"),
+    Seam("merges", State, "fill_empty_rows"),
+    Seam("merges", layout, "_add"),  # of what two ranks have added up
+    Seam("communication", _RemoteColumns, "ring_pass"),  # packs the own block
+    Seam("communication", Ranks, "handshake"),
+    Seam("communication", Ranks, "all_sum"),
+    Seam("communication", Ranks, "connect"),
     Seam("communication", Ranks, "transfer"),
     Seam("communication", Transfer, "wait"),
 )

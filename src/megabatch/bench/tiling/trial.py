@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...tiling import job
+from ...tiling import engine
 from ...tiling.plan import Plan
 from ..cases import Case, Inputs
 from ..instruments import measure, processes
@@ -35,7 +35,7 @@ class TilingRow(Row):
     """Of one tiling. Its seconds are those without the stopwatch.
 
     Attributes:
-        overlap: Over ranks, parcels travel while tiles are worked on.
+        overlap: Over ranks, blocks are sent while tiles are computed.
         plan: What was done.
         laps: Of every run with the stopwatch, the seconds of each stage; over ranks, of the one that took longest.
     """
@@ -59,7 +59,8 @@ class TilingRow(Row):
         """The tile and the stages, too, are columns of a file."""
         columns: dict[str, Any] = {}
         if self.plan is not None:
-            columns = {"tile": [self.plan.rows, self.plan.columns], "walks": self.plan.passes, "kept": self.plan.kept}
+            tile = [self.plan.rows, self.plan.columns]
+            columns = {"tile": tile, "one_pass": self.plan.one_pass, "kept": self.plan.kept}
         for name in STAGES if self.laps else ():
             seconds, best = self.stage(name), self.best_lap
             columns[f"{name}_seconds"] = seconds
@@ -193,7 +194,7 @@ def plans_made() -> Iterator[list[Plan]]:
 
         return make
 
-    with replaced(job, "make_plan", noting):
+    with replaced(engine, "make_plan", noting):
         yield plans
 
 
