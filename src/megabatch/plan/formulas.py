@@ -107,7 +107,7 @@ class OurLoss:
         return max(tiles, finish, key=total)
 
     def _finish(self) -> float:
-        """After the last tile: the scale's gradient is summed by strips, for which bf16/fp16 features are converted, then
+        """After the last tile: the scale's gradient is summed by strips, of bf16/fp16 features converted ones, then
         gradients are rounded to bf16/fp16."""
         half = self.feature != FLOAT
         rounded = 2 * self._block(self.feature) if half else 0
