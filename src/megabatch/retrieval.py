@@ -109,8 +109,7 @@ def similarity_topk(
     indices = torch.full((len(query), k), -1, dtype=torch.int64, device=query.device)
     for tile, scores in search.tiles():
         rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
-        if exclude is not None:
-            _exclude(tile, scores)
+        _exclude(tile, scores)
         _keep_best(values[rows], indices[rows], scores, tile.columns.offset)
     return values, indices
 

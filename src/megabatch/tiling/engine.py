@@ -6,10 +6,8 @@ d loss / d x = factor * scale * A, with one factor for all rows.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,55 +21,7 @@ from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
 from .plan import Plan, Sizes, make_plan
-
-
-class Gradients(NamedTuple):
-    """One for every differentiable input; None where none is needed."""
-
-    rows: Tensor | None
-    columns: Tensor | None
-    negatives: Tensor | None
-    scale: Tensor | None
-    bias: Tensor | None
-
-
-class SavedTensors(NamedTuple):
-    """What the forward leaves on the device for the backward.
-
-    Attributes:
-        state: The statistics of the rows and then, unless they are the same, of the columns.
-        kept: The logits that the plan keeps or, after one pass, the gradients of the features.
-        scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
-    """
-
-    state: Tensor
-    kept: Tensor
-    scalars: Tensor
-
-
-@dataclass
-class SavedNumbers:
-    """What the forward leaves on the host for the backward.
-
-    Attributes:
-        forward_number: Of the forward among the handshakes of its group.
-        joins_backward: Some rank needs a gradient.
-        max_norms: Bounds of the lengths of rows.
-        shared_max: Of the state, where the host knows it; else NaN.
-        denominator: What the mean divides by, where the host knows it; else NaN.
-        marks: Of the tiles that are kept.
-        handshake: Of the forward: alone, a rank has nothing new to say in the backward.
-    """
-
-    plan: Plan
-    forward_number: int
-    joins_backward: bool
-    max_norms: tuple[float, ...]
-    shared_max: float
-    denominator: float
-    marks: list[float]
-    handshake: Handshake | None = None
-
+from .saved import Gradients, SavedNumbers, SavedTensors
 
 NUM_STATS, NUM_SUMS = 7, 5
 

@@ -5,7 +5,6 @@ travels in one string, a constant to a compiler. The plan is made inside, from r
 compiles nothing anew. Neither can be differentiated twice.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from ..losses.state import state_fields
 from . import engine
-from .engine import Gradients, SavedNumbers, SavedTensors
 from .options import LossInputs, LossOptions, compute_dtype
-from .plan import Plan
+from .saved import Gradients, SavedNumbers, SavedTensors
 
 # Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
 with torch.inference_mode(False):  # whatever mode the import happens in
@@ -107,7 +105,7 @@ def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     with _without_autocast(arguments[0]):
         value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
     stats = value.new_zeros(engine.NUM_STATS, dtype=torch.float64) if stats is None else stats
-    return value, stats, *saved, _pack(numbers)
+    return value, stats, *saved, numbers.pack()
 
 
 @contrast.register_fake
@@ -141,7 +139,7 @@ def contrast_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments[_NUM_SAVED + 2 :]
     with _without_autocast(upstream):
         gradients = engine.backward(
-            LossInputs(*tensors), LossOptions.decode(code), upstream, SavedTensors(*saved), _unpack(numbers)
+            LossInputs(*tensors), LossOptions.decode(code), upstream, SavedTensors(*saved), SavedNumbers.unpack(numbers)
         )
     return _without_none(gradients, upstream)
 
@@ -159,24 +157,6 @@ def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
     return *(like.new_empty(0) if g is None else g for g in gradients), like.new_zeros(
         (), dtype=torch.float32, device="cpu"
     )
-
-
-_NAN = -torch.finfo(torch.float64).max  # in its place: what is compared with itself should be equal
-
-
-def _pack(numbers: SavedNumbers) -> Tensor:
-    plan = numbers.plan
-    known: list[float] = [plan.rows, plan.columns, plan.one_pass, plan.kept]
-    known += [numbers.forward_number, numbers.joins_backward]
-    known += [*numbers.max_norms, numbers.shared_max, numbers.denominator, *numbers.marks]
-    return torch.tensor([_NAN if math.isnan(number) else number for number in known], dtype=torch.float64)
-
-
-def _unpack(packed: Tensor) -> SavedNumbers:
-    numbers = [math.nan if number == _NAN else number for number in packed.tolist()]
-    rows, columns, one_pass, kept, forward_number, joins_backward, *rest = numbers
-    plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
-    return SavedNumbers(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3], rest[4], rest[5:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
