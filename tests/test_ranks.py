@@ -865,3 +865,28 @@ def _loss_of_frozen_inputs(rank: int, group: Any) -> tuple[bool, bool]:
 
 def test_a_loss_requires_grad_if_any_rank_needs_one(pool: Pool) -> None:
     assert pool.run(2, _loss_of_frozen_inputs) == [(False, True), (False, True)]
+
+
+def _compiled_where_one_rank_needs_no_gradient(rank: int, group: Any, frozen: int) -> Tensor | None:
+    generator = torch.Generator().manual_seed(rank)
+    rows, columns = (normalize(torch.randn(4, 8, generator=generator), dim=1) for _ in range(2))
+    rows, columns = (x.requires_grad_(rank != frozen) for x in (rows, columns))
+
+    def loss(rows: Tensor, columns: Tensor) -> Tensor:
+        value = megabatch.clip_loss(rows, columns, 5.0, normalize=False, group=group)
+        assert isinstance(value, Tensor)
+        return value
+
+    torch._dynamo.reset()
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(rows, columns).backward()
+    compiled, rows.grad, columns.grad = rows.grad, None, None
+    loss(rows, columns).backward()
+    if compiled is not None:
+        assert torch.equal(compiled, rows.grad)
+    return compiled
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_compiled_rank_without_gradients_joins_the_backward_of_the_others(pool: Pool, frozen: int) -> None:
+    gradients = pool.run(2, _compiled_where_one_rank_needs_no_gradient, frozen)
+    assert [gradient is None for gradient in gradients] == [rank == frozen for rank in range(2)]

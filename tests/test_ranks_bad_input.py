@@ -13,7 +13,7 @@ from torch import Tensor
 import megabatch
 from megabatch import reference
 from megabatch.distributed import ranks as distributed_ranks
-from megabatch.tiling import handshake
+from megabatch.tiling import guards, handshake
 
 from .ranks import Pool
 
@@ -80,6 +80,25 @@ def _another_phase(odd: bool, group: Any) -> None:
         loss.backward()
     else:
         call("clip_loss", group)
+
+
+def _two_calls_swapped(odd: bool, group: Any) -> None:
+    def of_images() -> None:
+        megabatch.clip_loss(*pair(), 5.0, normalize=False, group=group)
+
+    def of_videos() -> None:
+        megabatch.clip_loss(*pair(), 5.0, normalize=False, group=group)
+
+    for loss in (of_videos, of_images) if odd else (of_images, of_videos):
+        loss()
+
+
+def _a_warning_on_one_rank(odd: bool, group: Any) -> None:
+    """Ranks of the pool turn warnings into errors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "_warned", set())
+        rows = [3 * x.detach() if odd else x.detach() for x in pair()]
+        megabatch.clip_loss(*rows, 5.0, group=group)
 
 
 def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
@@ -238,6 +257,12 @@ MISUSES = {
     "a backward on one rank, another forward on the others": Misuse(
         RuntimeError, ("forward", "backward", f"rank {ODD}"), _another_phase
     ),
+    "two calls that are alike, swapped on one rank": Misuse(
+        RuntimeError, ("from the same line", "in of_images", "in of_videos", f"rank {ODD}"), _two_calls_swapped
+    ),
+    "a warning that is an error on one rank": Misuse(
+        UserWarning, ("not of unit length", f"rank {ODD}"), _a_warning_on_one_rank
+    ),
     "weight on one rank only": Misuse(
         ValueError,
         ("weight",),
@@ -323,7 +348,7 @@ MISUSES = {
 
 
 def misuse(rank: int, group: Any, name: str) -> tuple[str, str]:
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning)) as caught:
         MISUSES[name].act(rank == ODD, group)
     return type(caught.value).__name__, str(caught.value)
 

@@ -31,9 +31,7 @@ def test_equal_keys_tie_wherever_they_lie(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(200, 64, 200), (128, 128, 100), (37, 1000, 33), (64, 130, 768)], ids=str)
-def test_copies_of_the_positive_tie_with_it(
-    shape: tuple[int, int, int], dtype: torch.dtype, normalize: bool
-) -> None:
+def test_copies_of_the_positive_tie_with_it(shape: tuple[int, int, int], dtype: torch.dtype, normalize: bool) -> None:
     """A BLAS rounds a column by its place in the matrix. Copies of a few keys lie anywhere among the others."""
     num_queries, num_keys, width = shape
     few = torch.randn(7, width)

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -221,3 +222,15 @@ def test_reference_offers_exactly_the_twins():
 @pytest.mark.parametrize("name", WITH_TWIN)
 def test_twins_have_the_same_signature(name):
     assert parameters(getattr(megabatch, name)) == parameters(getattr(reference, name))
+
+
+# Words of which only this project would know the meaning. The field's are in their place: dlogits, row_grad, handshake.
+PRIVATE = {"Meeting", "Guest", "Visitor", "Visitors", "Cargo", "Parcel", "lonely", "slope", "slopes", "pull", "pulls"}
+PRIVATE |= {"fold", "push", "halves", "lift"}
+CORE = ["losses", "tiling", "backends", "distributed", "functional", "checks", "modules", "retrieval", "keywords"]
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if room_of(path) in CORE])
+def test_the_core_speaks_the_words_of_the_field(path):
+    words = set(re.findall(r"[A-Za-z]+", (PACKAGE / path).read_text().replace("_", " ")))
+    assert words.isdisjoint(PRIVATE), words & PRIVATE

@@ -149,7 +149,7 @@ class Layout:
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
         """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
         halve = self.spec.symmetric and self.ranks.size % 2 == 0
-        blocks = [half for block in self.rows for half in _halves(block)] if halve else self.rows
+        blocks = [half for block in self.rows for half in _split_in_two(block)] if halve else self.rows
         rows = [strip for block in blocks for strip in block.strips(height)]
         if self.spec.symmetric:
             return rows, rows
@@ -162,7 +162,7 @@ class Layout:
         lower one takes all its rows and the first half of the columns, the other the second half of its rows."""
         if self.spec.symmetric and 2 * abs(self.ranks.rank - owner) == self.ranks.size:
             if self.ranks.rank < owner:
-                columns = [_halves(block)[0] for block in columns]
+                columns = [_split_in_two(block)[0] for block in columns]
             else:
                 ends = [(block.offset + len(block) // 2, block.offset + len(block)) for block in self.rows]
                 rows = [strip for strip in rows if any(start <= strip.offset < end for start, end in ends)]
@@ -175,7 +175,7 @@ def cross(rows: list[Block], columns: list[Block], symmetric: bool = False) -> I
         yield [Tile(strip, column, column is strip) for column in (columns[index:] if symmetric else columns)]
 
 
-def _halves(block: Block) -> tuple[Block, Block]:
+def _split_in_two(block: Block) -> tuple[Block, Block]:
     middle = len(block) // 2
     return block.slice(0, middle), block.slice(middle, len(block))
 
