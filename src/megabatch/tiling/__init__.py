@@ -1,1 +1,1 @@
-"""How logits are computed tile by tile: layout, handshake, plan, engine, and the operators, the one seam to autograd."""
+"""How logits are computed tile by tile: layout, handshake, plan, engine, and operators, the one seam to autograd."""
