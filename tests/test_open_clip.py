@@ -126,7 +126,8 @@ def test_owns_nothing_and_travels_as_the_original_does() -> None:
 def test_options_are_those_of_megabatch() -> None:
     given = inputs(torch.float64)
     assert ours.ClipLoss(reduction="none")(*given).shape == (33,)
-    assert ours.ClipLoss()(*given, ids=torch.zeros(33, dtype=torch.long)) == 0
+    with pytest.warns(UserWarning, match="all ids are equal"):
+        assert ours.ClipLoss()(*given, ids=torch.zeros(33, dtype=torch.long)) == 0
     with pytest.raises(TypeError, match="SigLipLoss: memory is not an option"):
         ours.SigLipLoss(memory=1)
 
