@@ -217,8 +217,8 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
         )
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)
-        # A scale that was computed, as the exponential of a trained parameter, may well fall below 1.
-        if _is_readable(logit_scale) and scale.is_leaf:
+        # A scale that was computed, or has the shape of a parameter, is trained and may well fall below 1.
+        if _is_readable(logit_scale) and scale.is_leaf and scale.dim() == 0:
             warn_scale(function, _number(logit_scale), "logit_scale")
         return scale
     assert temperature is not None

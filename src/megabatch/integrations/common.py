@@ -24,8 +24,8 @@ def all_ranks() -> dist.ProcessGroup | None:
 
 
 def scale_of(number: float | Tensor) -> Tensor:
-    """For tools where a number below 1 is a scale as any other, and not taken for a temperature."""
-    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+    """For tools where a number below 1 is a scale as any other. Numbers and 0-d tensors would be warned of."""
+    return number.reshape(1) if isinstance(number, Tensor) else torch.tensor([number], dtype=torch.float64)
 
 
 def check_options(name: str, options: Iterable[str], known: tuple[str, ...]) -> None:

@@ -63,7 +63,7 @@ class NTXentLoss(nn.Module):
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """The loss of two views' projections, `[N, D]` each, which need not be normalised."""
         # Not `temperature=`, which must be positive.
-        scale = torch.ones((), dtype=torch.float64) / self.temperature
+        scale = torch.ones(1, dtype=torch.float64) / self.temperature
         negatives = None
         if self.memory_bank is not None:
             out0, out1 = normalize(out0, dim=1), normalize(out1, dim=1)

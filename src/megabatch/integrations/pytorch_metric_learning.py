@@ -84,7 +84,7 @@ class _Linear(losses.GenericPairLoss):
             )
 
     def _keywords(self) -> dict[str, Any]:
-        scale = torch.ones((), dtype=torch.float64) / self.temperature  # which may be negative
+        scale = torch.ones(1, dtype=torch.float64) / self.temperature  # which may be negative
         normalizes = bool(self.distance.normalize_embeddings)
         return {"logit_scale": scale, "normalize": normalizes, "reduction": "none", "group": None, **self.options}
 

@@ -124,7 +124,8 @@ def _warn_of_mistakes(inputs: LossInputs, options: LossOptions, norms: list[Tens
 def watched_ids(inputs: LossInputs, options: LossOptions) -> list[Tensor]:
     """The ids whose equality would leave nothing to learn from, unless that has been said."""
     few = not options.group and len(inputs.rows) < MANY_ROWS
-    if options.spec.id_rule != "mask" or few or (options.function, "ids") in _warned:
+    unmasked = inputs.negatives is not None and inputs.negative_ids is None
+    if options.spec.id_rule != "mask" or few or unmasked or (options.function, "ids") in _warned:
         return []
     return [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
 

@@ -158,7 +158,8 @@ class Handshake:
                     "Broadcast it from one rank before training."
                 )
         ranges = [info.id_range for info in infos if info.id_range is not None]
-        if ranges and sum(info.rows[0] for info in infos) >= MANY_ROWS:
+        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
+        if ranges and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
             lows, highs = zip(*ranges, strict=True)
             warn_of_bounds(function, "ids", min(lows), max(highs))
         disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]

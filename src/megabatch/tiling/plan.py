@@ -11,6 +11,7 @@ from .options import LossOptions
 
 SMALLEST_SIDE = 16
 SMALL_LOGITS = 4 * MIB
+SMALLEST_SHARE_KEPT = 1 / 8  # of the tiles: fewer would cost memory and save nothing to speak of
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ def make_plan(options: LossOptions, sizes: Sizes, may_be_one_pass: bool) -> Plan
             kept = tiles * _slot_size(height, columns) * sizes.element
             if working_bytes(options, sizes, height, columns) + kept <= budget:
                 return Plan(height, columns, one_pass=True, kept=tiles)
-    kept = 0
-    if any(options.needs):
-        spare = budget - working_bytes(options, sizes, rows, columns)
-        kept = min(spare // (_slot_size(rows, columns) * sizes.element), _num_tiles(options, sizes, rows, columns))
-    return Plan(rows, columns, kept=max(kept, 0))
+    spare = budget - working_bytes(options, sizes, rows, columns)
+    tiles = _num_tiles(options, sizes, rows, columns)
+    kept = min(spare // (_slot_size(rows, columns) * sizes.element), tiles)
+    worthwhile = any(options.needs) and kept >= tiles * SMALLEST_SHARE_KEPT
+    return Plan(rows, columns, kept=kept if worthwhile else 0)
 
 
 def working_bytes(options: LossOptions, sizes: Sizes, rows: int, columns: int) -> int:
