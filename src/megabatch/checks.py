@@ -28,6 +28,8 @@ for _power, _letter in enumerate("KMGT", 1):
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _PACKAGES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+# What stands between a loss and the line that calls it. The trainer's own calls are lines of the trainer.
+_WRAPPERS = tuple(f"{_PACKAGES[0]}{name}" for name in ("functional.", "modules.", "retrieval.", "integrations"))
 _WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
@@ -269,21 +271,23 @@ def warn_once(function: str, kind: str, message: str) -> None:
     """For every kind of warning, the first time, at the line that called the library."""
     if (function, kind) not in _WARNED:
         _WARNED.add((function, kind))
-        warnings.warn(f"{function}: {message}", stacklevel=_callers_frame()[1])
+        warnings.warn(f"{function}: {message}", stacklevel=_first_frame_outside(_PACKAGES)[1])
 
 
-def _callers_frame() -> tuple[FrameType | None, int]:
-    """The first frame outside of megabatch and torch, and its `stacklevel` for the function that calls this one."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType | None, int]:
+    """The first frame of another file, and its `stacklevel` for the function that calls this one."""
+    frame: FrameType | None = sys._getframe(2)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(files):
         frame, level = frame.f_back, level + 1
     return frame, level
 
 
 def call_site() -> str:
-    """The line that called the library, such as "train.py:42, in step"; "" if unknown."""
-    frame = None if torch.compiler.is_compiling() else _callers_frame()[0]
+    """The line that calls a loss, such as "train.py:42, in step"; "" if unknown."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame, _ = _first_frame_outside((*_WRAPPERS, _PACKAGES[1]))
     if frame is None:
         return ""
     code = frame.f_code

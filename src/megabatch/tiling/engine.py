@@ -195,7 +195,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         layout.shared_max(),
         math.nan if isinstance(denominator, Tensor) else denominator,
         marks,
-        engine.handshake,
+        None if options.group else engine.handshake,  # a group must not live as long as the loss
     )
     return value, stats, SavedTensors(state.table, kept, scalars), numbers
 
