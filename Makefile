@@ -16,6 +16,7 @@ NUMERICS := $(patsubst %,tests/test_%.py,numbers losses reference retrieval prod
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 # Of them, in a minute: what a machine without AVX-512 would see.
 SHORT := $(NUMERICS) -k 'not products and not modules and not 32768 and (not triton or number_of_rows or retrieval or tie)'
+PASSIVE := OMP_WAIT_POLICY=passive# more threads than cores are not to spin
 TWO_WORKERS := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -48,7 +49,7 @@ test: lint
 test-cpus: setup
 	@failed=; \
 	for cpu in ATEN_CPU_CAPABILITY=default '$(AVX2)' MKL_CBWR=COMPATIBLE \
-	           OMP_NUM_THREADS=1 OMP_NUM_THREADS=2 OMP_NUM_THREADS=4; do \
+	           OMP_NUM_THREADS=1 '$(PASSIVE) OMP_NUM_THREADS=2' '$(PASSIVE) OMP_NUM_THREADS=4'; do \
 		echo "== $$cpu"; \
 		env $$cpu $(PY) -m pytest -q $(TWO_WORKERS) $(NUMERICS) || failed="$$failed\n$$cpu"; \
 	done; \
