@@ -48,6 +48,9 @@ def main(devices: int = 1) -> None:
     quiet = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
     trainer = lightning.Trainer(accelerator="cpu", devices=devices, max_epochs=1, **dict.fromkeys(quiet, False))
     trainer.fit(TwoTowers(), loader)
+    del trainer  # and the model with it, whose reducer may otherwise wait for ever for gloo's threads
+    if dist.is_initialized():
+        dist.destroy_process_group()  # which Lightning does for NCCL only
 
 
 if __name__ == "__main__":

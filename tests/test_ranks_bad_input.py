@@ -1,6 +1,9 @@
 """Ranks that disagree, or one with bad input: the same clear error on all of them, and the group stays usable."""
 
+import contextlib
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any, NamedTuple
@@ -426,3 +429,26 @@ def _ask_as_a_stranger(rank: int, group: Any) -> str:
 def test_a_rank_outside_of_a_group_is_told_so(pool: Pool) -> None:
     for text in pool.run(2, _ask_as_a_stranger):
         assert "clip_loss: group must have this rank in it" in text
+
+
+def _refused_and_destroyed(rank: int, world: Any, options: dict[str, Any]) -> bool:
+    """Whether anything holds a group after a call on it was refused and it was destroyed."""
+    group = dist.new_group()
+    held = weakref.ref(group)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError, UserWarning):
+            call("clip_loss", group, **options)
+        dist.destroy_process_group(group)
+        del group
+        return held() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": NAN}, {"memory_budget": 10}, {"reduction": "most"}, {"backend": "triton"}], ids=str
+)
+def test_a_refusal_holds_no_group(pool: Pool, options: dict[str, Any]) -> None:
+    """Its threads would outlive destroy_process_group, and abort the process at its end now and then."""
+    assert pool.run(4, _refused_and_destroyed, options) == [False] * 4
