@@ -277,6 +277,13 @@ def test_the_backward_follows_the_plan_of_its_forward(reduction: str, budget: st
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * expected[name].abs().max().item())
 
 
+def test_vmap_gives_the_loss_of_every_batch() -> None:
+    x, y = (normalize(torch.randn(3, 6, 4), dim=2) for _ in range(2))
+    losses = torch.func.vmap(lambda a, b: megabatch.clip_loss(a, b, 2.0, normalize=False))(x, y)
+    expected = [reference.clip_loss(a, b, 2.0, normalize=False) for a, b in zip(x, y, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(expected))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 def test_forward_mode_derivatives_are_refused() -> None:
     x, y = normalize(torch.randn(6, 4), dim=1), normalize(torch.randn(6, 4), dim=1)

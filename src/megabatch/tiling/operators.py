@@ -26,11 +26,17 @@ _NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields)
 def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
     """The loss and, where they are asked for, its statistics."""
     anchor = _ANCHOR if options.group else None
-    if torch.compiler.is_compiling() or type(inputs.rows) not in (Tensor, torch.nn.Parameter):
+    if _is_traced(inputs.rows):
         value, stats, *_ = contrast(*inputs, anchor, options.encode())
         return value, stats
     value, stats, joins_backward = _ContrastiveLoss.apply(*inputs, anchor, options)  # type: ignore[no-untyped-call]
     return value if joins_backward else value.detach(), stats
+
+
+def _is_traced(features: Tensor) -> bool:
+    """By a compiler, by fake or other special tensors, or by torch.func."""
+    special = type(features) not in (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or special or torch._C._are_functorch_transforms_active()
 
 
 def _without_autocast(features: Tensor) -> AbstractContextManager[Any]:
