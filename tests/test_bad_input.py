@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import megabatch
@@ -443,6 +444,14 @@ def test_a_tensor_that_looks_like_the_other_is_warned_of_as_a_number_is(loss: st
     value = torch.tensor(0.07 if given == "logit_scale" else 14.0)
     with pytest.warns(UserWarning, match=said):
         run(loss, **{"logit_scale": None, given: value})
+
+
+@pytest.mark.parametrize("given", ["logit_scale", "temperature"])
+def test_a_fake_scale_is_not_looked_at(given: str) -> None:
+    """It holds no value: reading one would raise."""
+    with FakeTensorMode():
+        both = {"logit_scale": None, "temperature": None, given: torch.empty(())}
+        assert checks.resolve_scale("f", **both).shape == ()
 
 
 @every_loss

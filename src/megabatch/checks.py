@@ -239,9 +239,9 @@ def _number(value: Scalar) -> float:
 
 def _is_readable(value: Scalar) -> bool:
     """Whether the host can look at it at once: not in an accelerator's memory, and not while something traces."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return type(value) not in (Tensor, torch.nn.Parameter) or value.device.type == "cpu"  # type: ignore[union-attr]
+    return not isinstance(value, Tensor) or (type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu")
 
 
 def check_temperature(function: str, temperature: float) -> None:
