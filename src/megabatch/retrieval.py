@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .backends.backend import Backend, float32_precision
+from .backends import workspace
+from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
 from .checks import (
     check_execution_options,
@@ -251,7 +252,8 @@ class _Search:
         bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
         below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))
         # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
-        flags, ones = torch.empty_like(scores), self.ones[: scores.shape[1]]
+        flags = shaped(workspace.buffer("scratch", scores.numel(), self.dtype, scores.device), tile.shape)
+        ones = self.ones[: scores.shape[1]]
         num_beyond = torch.mv(torch.gt(scores, beyond, out=flags), ones).long()
         above += num_beyond
         if self.dtype == torch.float64:

@@ -16,7 +16,7 @@ from ..backends import workspace
 from ..backends.backend import Backend, Kept, float32_precision, shaped
 from ..losses.block import Block, Tile
 from ..losses.state import State, state_fields
-from .guards import LARGEST_INVERSE_NORM, Norms, measure_norms, strip_height
+from .guards import LARGEST_INVERSE_NORM, Norms, inverse_norms, measure_norms, row_norms, strip_height
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
@@ -232,7 +232,9 @@ def backward(
     """The gradient of every input that needs one."""
     if numbers.plan.one_pass:
         return _rescaled(inputs, options, upstream, saved)
-    inverse = measure_norms(inputs, options).inverse if options.normalize else (None,) * 3
+    inverse: tuple[Tensor | None, ...] = (None,) * 3
+    if options.normalize:
+        inverse = tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features)
     norms = Norms(inverse, numbers.max_norms)
     handshake = numbers.handshake
     if handshake is None or options.group or options.reduction == "none":
