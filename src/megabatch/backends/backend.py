@@ -3,9 +3,7 @@
 Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a factor common to all tiles.
 """
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
+from ..losses.state import OWN_MAX
 from . import workspace
 
 MIB = 2**20
@@ -20,14 +19,6 @@ DEFAULT_BUDGET = 256 * MIB
 # dlogits are multiplied by it before they are rounded to float16, whose smallest normal number is 6e-5. They are 2 at
 # most, and in a batch of a million they still have all their digits.
 FLOAT16_DLOGITS_SCALE = 2.0**14
-
-
-@dataclass
-class Kept:
-    """Memory for the logits of one tile, and a number by which the backend knows in which form they are."""
-
-    buffer: Tensor
-    mark: float = math.nan
 
 
 class Backend(ABC):
@@ -54,6 +45,8 @@ class Backend(ABC):
         stats: bool = False,
         sum_for_scale: bool = False,
         sum_for_bias: bool = False,
+        one_pass: bool = False,
+        shift: float = OWN_MAX,
     ) -> None:
         """
         Args:
@@ -61,11 +54,13 @@ class Backend(ABC):
             operand_dtype: Of what products multiply, where bf16 or fp16 is multiplied into float32.
             stats: Collect what `return_stats` needs, too.
             sum_for_scale, sum_for_bias: Sum dS * x.y, and dS, over all tiles: the gradients of scale and bias.
+            one_pass: Every tile's gradients follow its statistics at once.
+            shift: As `common_shift` chose it.
         """
         self.spec, self.scale, self.bias = spec, scale, bias
         self.dtype, self.device = dtype, device
         self.operand_dtype = operand_dtype or dtype
-        self.stats = stats
+        self.stats, self.one_pass, self.shift = stats, one_pass, shift
         self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
         if sum_for_scale or sum_for_bias:
             self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -103,18 +98,23 @@ class Backend(ABC):
             element, operand: Bytes of a logit, and of what products multiply.
         """
 
+    @staticmethod
+    def common_shift(largest_logit: float) -> float:
+        """What is subtracted from every logit of a call before its exponential; OWN_MAX: the maximum of its row, or of
+        its column."""
+        return OWN_MAX
+
     # ---- tiles
 
     @abstractmethod
-    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
-        """Add the tile to the statistics of its rows and, where they have a loss too, of its columns."""
+    def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
+        """Add the tile to the statistics of its rows and, where they have a loss too, of its columns. What its
+        gradients can start from is left in `kept`, memory of this tile."""
 
     @abstractmethod
-    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
-        """Add the tile to the gradients of its rows and columns, from the logits that were kept, if they were.
-
-        What was kept stays as it is: a graph may be walked again.
-        """
+    def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
+        """Add the tile to the gradients of its rows and columns, from what was kept, if it was. That stays as it is: a
+        graph may be walked again."""
 
     @abstractmethod
     def scores(self, tile: Tile) -> Tensor:

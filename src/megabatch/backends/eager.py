@@ -4,7 +4,6 @@ One product writes S into a buffer that all tiles share; the epilogue works on i
 the gradients of its rows and columns. As long as nothing is allocated, a tile costs what its products cost.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -12,19 +11,20 @@ from torch import Tensor
 
 from ..losses.block import Tile
 from ..losses.spec import Spec
-from .backend import Backend, Kept, multiply, shaped, supports_half_products
-from .epilogues import epilogue_of
+from .backend import Backend, multiply, shaped, supports_half_products
+from .epilogues import Sigmoid, Softmax, common_shift
 
 
 class Eager(Backend):
-    """What is kept of a tile is exp(S - mark), or S itself where the mark is NaN."""
+    """What is kept of a tile is what its epilogue leaves of the logits."""
 
     name = "eager"
     useful_height = 128
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._epilogue = epilogue_of(self.spec, self.stats, self._buffer)
+        epilogue = Softmax if self.spec.epilogue == "softmax" else Sigmoid
+        self._epilogue = epilogue(self.spec, self.stats, self.shift, self._buffer)
 
     @staticmethod
     def suits(device: torch.device) -> bool:
@@ -50,20 +50,20 @@ class Eager(Backend):
         rounded = operand if operand != element else 0  # dlogits
         return rows * columns * (floats * element + rounded + (3 if masked else 0))
 
-    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
-        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept.buffer, tile.shape)
-        mark = self._epilogue.statistics(
-            tile, self._logits(tile, out), self._bound(tile), lambda: self._logits(tile, out)
-        )
-        if kept is not None:
-            kept.mark = mark
+    @staticmethod
+    def common_shift(largest_logit: float) -> float:
+        return common_shift(largest_logit)
 
-    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
+        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept, tile.shape)
+        self._epilogue.statistics(tile, self._logits(tile, out))
+
+    def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         if kept is None:
-            logits, mark = self._logits(tile, self._buffer("logits", tile.shape)), math.nan
+            logits = self._logits(tile, self._buffer("logits", tile.shape))
         else:
-            logits, mark = shaped(kept.buffer, tile.shape), kept.mark
-        dlogits = self._epilogue.dlogits(tile, logits, mark, self._bound(tile), fresh=kept is None)
+            logits = shaped(kept, tile.shape)
+        dlogits = self._epilogue.dlogits(tile, logits, fresh=kept is None)
         if self.sum_for_bias:
             self.scalar_sums[1].add_(dlogits.sum(1).sum(dtype=torch.float64))
         if self.sum_for_scale:
@@ -79,10 +79,6 @@ class Eager(Backend):
 
     def scores(self, tile: Tile) -> Tensor:
         return self._logits(tile, self._buffer("logits", tile.shape))
-
-    def _bound(self, tile: Tile) -> float:
-        """No logit of the tile is larger, or smaller than its negative."""
-        return abs(self.scale) * tile.rows.max_norm * tile.columns.max_norm + abs(self.bias)
 
     def _logits(self, tile: Tile, out: Tensor) -> Tensor:
         if self.sum_for_scale or self.scale == 0:  # BLAS skips the product at 0; then inf * 0 would not be NaN

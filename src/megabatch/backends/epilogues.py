@@ -5,31 +5,37 @@ all tiles. An epilogue works in place on S and on buffers of the same shape, in 
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
+from ..losses.state import OWN_MAX
 from .backend import Buffers
 
-# Between exp(-60) and exp(60) float32 sums of any length keep their digits: no shift, and no check, is needed.
+# Between exp(-60) and exp(60) float32 sums of any length keep their digits.
 SAFE_LOGIT = 60.0
+# Up to here one shift for all logits keeps most rows' sums in that range. CLIP's scale ends at 100.
+LARGEST_SHIFTED = 100.5
 # Below it a sum of exponentials has lost digits to underflow, also where denormal numbers are flushed to zero.
-SMALLEST_SUM = 1e-27
+SMALLEST_SUM = 1e-24
 
 AXIS = {"rows": 1, "columns": 0}  # the axis that is summed away
-Piece = dict[str, Tensor | float]  # of a State
+Piece = dict[str, Tensor]  # of a State
 
 
-def epilogue_of(spec: Spec, stats: bool, buffer: Buffers) -> "Softmax | Sigmoid":
-    return (Softmax if spec.epilogue == "softmax" else Sigmoid)(spec, stats, buffer)
+def common_shift(largest_logit: float) -> float:
+    """What is subtracted from all logits before their exponential, or OWN_MAX. It is a whole number, so that it is
+    subtracted without rounding."""
+    if largest_logit <= SAFE_LOGIT:
+        return 0.0
+    return math.ceil(largest_logit - SAFE_LOGIT) if largest_logit <= LARGEST_SHIFTED else OWN_MAX
 
 
 class _Epilogue:
-    def __init__(self, spec: Spec, stats: bool, buffer: Buffers) -> None:
-        self.spec, self.stats, self.buffer = spec, stats, buffer
+    def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Buffers) -> None:
+        self.spec, self.stats, self.shift, self.buffer = spec, stats, shift, buffer
 
     def id_mask(self, tile: Tile) -> Tensor | None:
         """The pairs of equal ids, if there are any and they mean something."""
@@ -66,50 +72,35 @@ class _Epilogue:
 class Softmax(_Epilogue):
     """Cross-entropy of rows and, where they have a loss too, of columns."""
 
-    def statistics(self, tile: Tile, logits: Tensor, bound: float, recompute: Callable[[], Tensor]) -> float:
-        """Add the tile to the statistics of its rows and columns.
-
-        Leaves exp(S - shift) in `logits` and returns the shift. Where no single shift serves all rows and columns, S is
-        computed again, every row and column is shifted by its own maximum, S is left and NaN returned.
-        """
+    def statistics(self, tile: Tile, logits: Tensor) -> None:
+        """Add the tile to the statistics of its rows and columns. Leaves exp(S - shift), or S with OWN_MAX."""
         id_mask = self.id_mask(tile)
         self.exclude(tile, logits, id_mask)
         sides = ("rows", "columns") if tile.has_column_statistics(self.spec) else ("rows",)
-        tops = {side: self.tops(tile, side, logits, id_mask) for side in sides} if self.stats else {}
-        shift, is_safe = 0.0, bound <= SAFE_LOGIT
-        if not is_safe:
-            low, high = (bound.item() for bound in logits.aminmax())
-            is_safe = low >= -SAFE_LOGIT and high <= SAFE_LOGIT
-            shift = 0.0 if is_safe else _shift(high, logits.dtype)
-        if shift:
-            logits.sub_(shift)
-        pieces = self._reduce(tile, sides, logits, shift, id_mask, is_safe)
-        if not is_safe and not all(map(_is_sound, pieces)):
-            shift, logits = math.nan, recompute()
-            self.exclude(tile, logits, id_mask)
-            pieces = [self._reduce_by_own_maximum(tile, side, logits, id_mask) for side in sides]
-        for side, piece in zip(sides, pieces, strict=True):
-            self._merge(tile, side, piece | tops.get(side, {}))
-        return shift
-
-    def _reduce_by_own_maximum(self, tile: Tile, side: str, logits: Tensor, id_mask: Tensor | None) -> Piece:
-        peaks = logits.amax(AXIS[side], keepdim=True)
-        shifted = logits - peaks.masked_fill(peaks == -math.inf, 0.0)
-        return self._reduce(tile, (side,), shifted, peaks.view(-1), id_mask)[0]
+        pieces = {side: self.tops(tile, side, logits, id_mask) if self.stats else {} for side in sides}
+        if self.shift == OWN_MAX:
+            for side, piece in pieces.items():
+                piece["max"] = logits.amax(AXIS[side])
+                finite = piece["max"].clamp_min(torch.finfo(logits.dtype).min)
+                shifted = torch.sub(logits, finite.unsqueeze(AXIS[side]), out=self.buffer("spare", tile.shape))
+                self._reduce(tile, {side: piece}, shifted, finite, id_mask)
+        else:
+            shifted = logits.sub_(self.shift) if self.shift else logits
+            self._reduce(tile, pieces, shifted, self.shift, id_mask)
 
     def _reduce(
-        self,
-        tile: Tile,
-        sides: tuple[str, ...],
-        shifted: Tensor,
-        shift: Tensor | float,
-        id_mask: Tensor | None,
-        is_safe: bool = False,
-    ) -> list[Piece]:
-        """The statistics of each side. Turns shifted logits into exponentials; `is_safe`: of which none underflows."""
-        pieces: list[Piece] = [self._sums(tile, side, shifted, shift, id_mask) for side in sides]
-        targets = tile.targets
-        if targets is not None and not is_safe:
+        self, tile: Tile, pieces: dict[str, Piece], shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None
+    ) -> None:
+        """Complete the pieces of a State and merge them. Turns shifted logits into exponentials."""
+        mask, targets = self.positive_mask(id_mask), tile.targets
+        for side, piece in pieces.items():
+            if mask is not None:
+                total, count = self.sum_where(tile, side, mask, shifted)
+                piece |= {"positive_sum": total + shift * count, "positive_count": count}
+            if self.spec.label_smoothing:
+                total, count = self.sum_where(tile, side, shifted != -math.inf, shifted)
+                piece |= {"logit_sum": total + shift * count, "logit_count": count}
+        if targets is not None and self.shift:
             before = targets.of(shifted).to(torch.float64, copy=True)
         shifted.exp_()
         if targets is not None:
@@ -117,63 +108,36 @@ class Softmax(_Epilogue):
             # where nothing else adds to the sum, and never below.
             exponentials = targets.of(shifted).double()
             target_logits = exponentials.log()
-            if not is_safe:
+            if self.shift:
                 target_logits = torch.where(exponentials >= SMALLEST_SUM, target_logits, before)
-        for side, piece in zip(sides, pieces, strict=True):
-            piece["max"], piece["sum_exp"] = shift, shifted.sum(AXIS[side])
+        for side, piece in pieces.items():
+            piece["sum_exp"] = shifted.sum(AXIS[side])
+            state = getattr(tile, side).state
+            state.merge(piece)
             if targets is not None:
-                own = targets.of_side(side, shift) if isinstance(shift, Tensor) else shift
-                piece["target"] = target_logits + own if not is_safe else target_logits
-        return pieces
+                own_shift = targets.of_side(side, shift) if isinstance(shift, Tensor) else shift
+                logit = target_logits + own_shift if self.shift else target_logits
+                targets.add_to_side(side, state["positive_sum"], logit)
+                if "positive_count" in state:
+                    targets.add_to_side(side, state["positive_count"], 1.0)
 
-    def _sums(self, tile: Tile, side: str, shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None) -> Piece:
-        """Sums of logits: of the positives by id and, for smoothing, of all that count."""
-        piece: Piece = {}
-        mask = self.positive_mask(id_mask)
-        if mask is not None or self.spec.label_smoothing:
-            # Where nothing counts, the shift is -inf and counts are 0.
-            finite = shift.double().clamp_min(torch.finfo(torch.float64).min) if isinstance(shift, Tensor) else shift
-        if mask is not None:
-            total, piece["positive_count"] = self.sum_where(tile, side, mask, shifted)
-            piece["positive_sum"] = total + finite * piece["positive_count"]
-        if self.spec.label_smoothing:
-            total, piece["logit_count"] = self.sum_where(tile, side, shifted != -math.inf, shifted)
-            piece["logit_sum"] = total + finite * piece["logit_count"]
-        return piece
-
-    def _merge(self, tile: Tile, side: str, piece: Piece) -> None:
-        state = getattr(tile, side).state
-        target_logits = piece.pop("target", None)
-        state.merge(piece)
-        if target_logits is not None:
-            assert tile.targets is not None
-            tile.targets.add_to_side(side, state["positive_sum"], target_logits)
-            if "positive_count" in state:
-                tile.targets.add_to_side(side, state["positive_count"], 1.0)
-
-    def dlogits(self, tile: Tile, logits: Tensor, shift: float, bound: float, fresh: bool) -> Tensor:
-        """dS = row_grad * (p - aim) of the rows and of the columns, from exp(S - shift), or from S (shift NaN).
-
-        `fresh`: S was just computed and may be overwritten.
-        """
+    def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
+        """dS = row_grad * (p - aim) of the rows and of the columns, from what `statistics` left or, `fresh`, from S."""
         id_mask = self.id_mask(tile)
-        if fresh:
-            self.exclude(tile, logits, id_mask)
         blocks = [tile.rows, tile.columns] if self.spec.two_sided else [tile.rows]
         out = self.buffer("scratch", tile.shape)
-        if math.isnan(shift):
-            logits = logits if fresh else logits.clone()
-            shift = _backward_shift(blocks, bound, logits.dtype)
-            if not math.isnan(shift):
-                (logits.sub_(shift) if shift else logits).exp_()
-        if math.isnan(shift):
-            _probabilities_by_own_maximum(blocks, logits, out)
+        if fresh:
+            self.exclude(tile, logits, id_mask)
+        if self.shift == OWN_MAX:
+            for block, axis, target in zip(blocks, (1, 0), (out, self.buffer("spare", tile.shape)), strict=False):
+                torch.sub(logits, block.state["max"].to(logits.dtype).unsqueeze(axis), out=target).exp_()
+                target.mul_(block.probability_factor.unsqueeze(axis))
+                if target is not out:
+                    out.add_(target)
         else:
-            rows, *columns = (block.probability_factor(shift, logits.dtype) for block in blocks)
-            if columns:
-                torch.add(rows[:, None], columns[0], out=out).mul_(logits)
-            else:
-                torch.mul(logits, rows[:, None], out=out)
+            if fresh:
+                (logits.sub_(self.shift) if self.shift else logits).exp_()
+            torch.mul(logits, _outer([block.probability_factor for block in blocks], out), out=out)
         self._subtract_aim(tile, blocks, out, id_mask)
         return out
 
@@ -199,7 +163,7 @@ class Softmax(_Epilogue):
 class Sigmoid(_Epilogue):
     """Binary cross-entropy of every pair: softplus(S) for a negative, softplus(-S) for a positive."""
 
-    def statistics(self, tile: Tile, logits: Tensor, bound: float, recompute: Callable[[], Tensor]) -> float:
+    def statistics(self, tile: Tile, logits: Tensor) -> None:
         """Add the tile to the statistics of its rows. Leaves S, negated where a pair is positive."""
         id_mask = self.id_mask(tile)
         self.exclude(tile, logits, id_mask)
@@ -218,9 +182,8 @@ class Sigmoid(_Epilogue):
         scratch = self.buffer("scratch", tile.shape)
         torch.ops.aten.softplus.out(logits, 1, 40, out=scratch)
         rows.merge({"softplus_sum": scratch.sum(1)})
-        return math.nan
 
-    def dlogits(self, tile: Tile, logits: Tensor, shift: float, bound: float, fresh: bool) -> Tensor:
+    def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
         """dS, from S as `statistics` leaves it, or fresh."""
         id_mask = self.id_mask(tile)
         if fresh:
@@ -238,34 +201,6 @@ class Sigmoid(_Epilogue):
             torch.where(mask, torch.neg(values, out=self.buffer("spare", tile.shape)), values, out=values)
 
 
-def _shift(peak: float, dtype: torch.dtype) -> float:
-    """Subtracted from the logits of a tile before their exponential. A whole number is subtracted from any logit near
-    it without rounding, so a fitted positive cancels exactly."""
-    if not math.isfinite(peak) or -20 <= peak <= SAFE_LOGIT:
-        return 0.0
-    return torch.tensor(math.ceil(peak - SAFE_LOGIT if peak > 0 else peak), dtype=dtype).item()
-
-
-def _is_sound(piece: Piece) -> bool:
-    assert isinstance(piece["sum_exp"], Tensor)
-    low, high = piece["sum_exp"].aminmax()
-    return low.item() >= SMALLEST_SUM and high.item() < math.inf
-
-
-def _backward_shift(blocks: list[Block], bound: float, dtype: torch.dtype) -> float:
-    """One shift for all exponentials of a tile, about the middle of the log-sum-exps; NaN where they lie too far apart
-    for float32."""
-    if bound <= SAFE_LOGIT:
-        return 0.0
-    lows, highs = zip(*(block.log_sum_exp_range for block in blocks), strict=True)
-    low, high = min(lows), max(highs)
-    if not high - low <= SAFE_LOGIT:
-        return math.nan
-    if -20 <= high <= SAFE_LOGIT:
-        return 0.0
-    return torch.tensor(math.ceil((low + high) / 2), dtype=dtype).item()
-
-
 def _outer(vectors: list[Tensor], out: Tensor) -> Tensor:
     """rows[:, None], plus columns[None, :] where there are any."""
     rows = vectors[0].to(out.dtype)[:, None]
@@ -275,14 +210,3 @@ def _outer(vectors: list[Tensor], out: Tensor) -> Tensor:
 def _per_count(block: Block, count: str, share: float) -> Tensor:
     row_grad = block.row_grad if share == 1 else block.row_grad * share
     return row_grad / block.state[count].clamp_min(1) if count in block.state else row_grad
-
-
-def _probabilities_by_own_maximum(blocks: list[Block], logits: Tensor, out: Tensor) -> None:
-    """row_grad * p with a shift for every row and one for every column: two exponentials per logit, for any spread.
-    Overwrites the logits."""
-    for block, shape, target in zip(blocks, [(-1, 1), (1, -1)], [out, logits], strict=False):
-        shift, factor = block.state["max"], block.row_grad / block.state["sum_exp"]
-        torch.sub(logits, shift.to(logits.dtype).view(shape), out=target).exp_()
-        target.mul_(factor.to(logits.dtype).view(shape))
-    if len(blocks) == 2:
-        out.add_(logits)

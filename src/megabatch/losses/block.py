@@ -1,7 +1,7 @@
 """Block and Tile: rows of one side of the logits with all that belongs to them, and where two blocks cross."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +46,6 @@ class Block:
     has_unit_row_grad: bool = False
     grad: Tensor | None = None
     grad_is_empty: bool = False
-    _factor: tuple[float, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -73,22 +72,12 @@ class Block:
             self.grad.zero_()
             self.grad_is_empty = False
 
-    def probability_factor(self, shift: float, dtype: torch.dtype) -> Tensor:
-        """row_grad / sum(exp(logits - shift)): turns exp(logit - shift) into row_grad * probability.
-
-        Kept for the last shift, which most tiles share.
-        """
-        if self._factor is None or self._factor[0] != shift:
-            factor = self.state.inverse_sum(shift)
-            factor = factor if self.has_unit_row_grad else factor.mul_(self.row_grad)
-            self._factor = shift, factor.to(dtype)
-        return self._factor[1]
-
     @cached_property
-    def log_sum_exp_range(self) -> tuple[float, float]:
-        """Smallest and largest: decides whether one shift serves all rows."""
-        low, high = (self.state["max"] + self.state["sum_exp"].log()).aminmax()
-        return low.item(), high.item()
+    def probability_factor(self) -> Tensor:
+        """row_grad / sum_exp: turns exp(logit - max) into row_grad * probability."""
+        inverse = self.state["sum_exp"].reciprocal()
+        factor = inverse if self.has_unit_row_grad else inverse.mul_(self.row_grad)
+        return factor.to(torch.promote_types(self.features.dtype, torch.float32))
 
     @cached_property
     def id_range(self) -> tuple[int, int]:

@@ -4,7 +4,6 @@ Letters: x the features of a row as products multiply them; A the sum over its c
 d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import chain
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..backends.backend import Backend, Kept, float32_precision, shaped
+from ..backends.backend import Backend, float32_precision, shaped
+from ..backends.epilogues import SMALLEST_SUM
 from ..losses.block import Block, Tile
-from ..losses.state import State, state_fields
+from ..losses.state import OWN_MAX, State, state_fields
 from .guards import LARGEST_INVERSE_NORM, Norms, inverse_norms, measure_norms, row_norms, strip_height
 from .handshake import Handshake
 from .layout import Layout
@@ -36,14 +36,16 @@ class Engine:
         norms: Norms,
         handshake: Handshake,
         plan: Plan | None = None,
+        shift: float | None = None,
     ) -> None:
-        """A backward comes with the plan of its forward: made anew it might differ, if the number of threads has."""
+        """A backward comes with plan and shift of its forward: made anew they might differ."""
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
         self.layout = Layout(inputs, self.spec, norms, self.ranks, handshake.infos, overlap=options.overlap)
         self.layout.gathers = self._gathers()
         operand_dtype = self._operand_dtype()
         self.sum_for_scale = self._sum_for_scale(operand_dtype)
+        self.shift = self.layout.shift = self._common_shift() if shift is None else shift
         self.plan = plan or self._make_plan(operand_dtype)
         self.backend: Backend = handshake.backend(
             self.spec,
@@ -55,6 +57,8 @@ class Engine:
             stats=options.return_stats,
             sum_for_scale=self.sum_for_scale,
             sum_for_bias=handshake.needs.bias,
+            one_pass=self.plan.one_pass,
+            shift=self.shift,
         )
 
     # ---- decisions
@@ -75,6 +79,14 @@ class Engine:
         whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
         exact = operand_dtype is None and float32_precision(layout.device) == "ieee"
         return self.handshake.needs.scale and not (exact and whole)
+
+    def _common_shift(self) -> float:
+        """See Backend.common_shift. It follows from what all ranks know."""
+        if self.spec.epilogue == "sigmoid":
+            return 0.0
+        sides = self.layout.row_inputs, self.layout.column_inputs
+        x, y = (max(info.max_norms[index] for info in self.handshake.infos for index in side) for side in sides)
+        return self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
 
     def _gathers(self) -> bool:
         """Whether columns are exchanged all at once."""
@@ -110,17 +122,23 @@ class Engine:
         self.handshake.agree_on_plan(error)
         return plan
 
-    # ---- tiles
+    # ---- tiles and blocks
 
     def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
         return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
 
-    def slots(self, memory: Tensor, marks: Iterable[float]) -> list[Kept]:
-        """The memory of the tiles that the plan keeps, by tile."""
+    def tiles(
+        self, kept: Tensor, brought: tuple[str, ...] = (), collected: str = ""
+    ) -> Iterator[tuple[Tile, Tensor | None]]:
+        """Every tile, with its part of what is kept."""
         size = self.plan.slot_size
-        return [Kept(memory[index * size : (index + 1) * size], mark) for index, mark in enumerate(marks)]
+        for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
+            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
 
-    # ---- blocks
+    @cached_property
+    def needing(self) -> list[Block]:
+        """The blocks whose features need a gradient."""
+        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
 
     @cached_property
     def row_weight(self) -> Tensor:
@@ -132,6 +150,21 @@ class Engine:
         """The weight of every row of a side that has losses."""
         return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
 
+    def attach_state(self, table: Tensor | None = None) -> State:
+        """Give every block its part of the statistics, by default of no columns."""
+        names = state_fields(self.spec, self.options.return_stats)
+        blocks = self.layout.feature_blocks()
+        if table is None:
+            shape = len(names), sum(map(len, blocks))
+            state = State(names, torch.empty(shape, dtype=torch.float64, device=self.layout.device)).reset(self.shift)
+        else:
+            state = State(names, table)
+        start = 0
+        for block in blocks:
+            block.state = state if len(blocks) == 1 else state.slice(start, start + len(block))
+            start += len(block)
+        return state
+
     def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
         """d objective / d (loss of every row), up to a factor common to all."""
         row_grad, largest = self.weights(side), self.handshake.largest_row_grad
@@ -139,65 +172,58 @@ class Engine:
             row_grad = torch.cat([block.state.where_positives(self.spec, self.row_weight) for block in side])
         if upstream is not None:
             row_grad = row_grad * upstream
-        attach(side, row_grad if largest == 1 else row_grad / largest)
-        for block in side:
+        if largest != 1:
+            row_grad = row_grad / largest
+        for block, part in zip(side, torch.split(row_grad, list(map(len, side))), strict=True):
+            block.row_grad = part
             block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets
-
-    def scalar_sums(self) -> Tensor:
-        """sum(dlogits * x.y) and sum(dlogits), where the scale and the bias need them."""
-        needs, backend = self.handshake.needs, self.backend
-        if not (needs.scale or needs.bias):
-            return torch.zeros(2, dtype=torch.float64, device=self.layout.device)
-        if self.sum_for_scale or not needs.scale:
-            return backend.scalar_sums
-        scale_sum = _scale_sum(self)
-        return torch.stack([scale_sum, backend.scalar_sums[1]]) if needs.bias else scale_sum[None]
-
-    @property
-    def needing(self) -> list[Block]:
-        """The blocks whose features need a gradient."""
-        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
 
 
 def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedNumbers]:
     """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
-    norms, error = Norms((None,) * 3, (0.0,) * 3), None
+    norms, error = Norms(), None
     try:
         norms = measure_norms(inputs, options)
     except Warning as raised:  # which the user turned into an error: on all ranks, then
         error = raised.with_traceback(None)
-    engine = Engine(inputs, options, norms, Handshake(inputs, options, norms, error))
+    handshake = Handshake(inputs, options, norms, error)
+    engine = Engine(inputs, options, norms, handshake)
+    result = _forward(engine)
+    if result is None:
+        engine = Engine(inputs, options, norms, handshake, engine.plan, shift=OWN_MAX)
+        result = _forward(engine)
+    assert result is not None
+    numbers = SavedNumbers(
+        engine.plan,
+        engine.shift,
+        engine.ranks.num_handshakes,
+        any(handshake.needs),
+        None if options.group else handshake,  # a group must not live as long as the loss
+    )
+    return *result, numbers
+
+
+def _forward(engine: Engine) -> tuple[Tensor, Tensor | None, SavedTensors] | None:
+    """None if the shift that all logits have in common was too much for one of the rows."""
     layout, spec, plan = engine.layout, engine.spec, engine.plan
-    blocks = layout.feature_blocks()
-    state = State.neutral(state_fields(spec, options.return_stats), sum(map(len, blocks)), layout.device)
-    attach(blocks, state)
-    marks: list[float] = []
+    state = engine.attach_state()
     if plan.one_pass:
         kept, scalars = _one_pass(engine)
     else:
         kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
-        slots = engine.slots(kept, [0.0] * plan.kept)
         # What other ranks add up for this rank's columns: their state, where columns have one.
-        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
-        tiles = chain.from_iterable(engine.strips(collected=collected))
-        for index, tile in enumerate(tiles):
-            engine.backend.accumulate_statistics(tile, slots[index] if index < len(slots) else None)
-        marks = [slot.mark for slot in slots]
-    value, stats, denominator = _reduce(engine, state)
+        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and engine.options.return_stats) else ""
+        for tile, slot in engine.tiles(kept, collected=collected):
+            engine.backend.accumulate_statistics(tile, slot)
+    reduced = _reduce(engine, state)
+    if reduced is None:
+        return None
+    value, stats, denominator = reduced
     if not plan.one_pass:
-        state.fill_empty_rows(spec)
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
-    numbers = SavedNumbers(
-        plan,
-        engine.ranks.num_handshakes,
-        any(engine.handshake.needs),
-        norms.largest,
-        layout.shared_max(),
-        math.nan if isinstance(denominator, Tensor) else denominator,
-        marks,
-        None if options.group else engine.handshake,  # a group must not live as long as the loss
-    )
-    return value, stats, SavedTensors(state.table, kept, scalars), numbers
+        if not spec.has_targets:
+            state.fill_empty_rows()
+    return value, stats, SavedTensors(state.table, kept, scalars)
 
 
 def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
@@ -209,16 +235,15 @@ def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
     for block, part in zip(engine.needing, torch.split(gradients, sizes), strict=True):
         block.new_grad(part)
     engine.attach_row_grads(layout.rows)
-    size = engine.plan.kept * engine.plan.slot_size
-    memory = workspace.buffer("slots", size, layout.dtype, layout.device)
-    slots = engine.slots(memory, [0.0] * engine.plan.kept)
+    size = engine.plan.slot_size
+    memory = workspace.buffer("slots", engine.plan.kept * size, layout.dtype, layout.device)
     for strip in engine.strips():
         # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
-        groups = [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]
-        for group in groups:
-            for tile, slot in zip(group, slots, strict=True):
+        for tiles in [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]:
+            slots = list(zip(tiles, torch.split(memory[: len(tiles) * size], size), strict=True))
+            for tile, slot in slots:
                 backend.accumulate_statistics(tile, slot)
-            for tile, slot in zip(group, slots, strict=True):
+            for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
     factor = engine.handshake.largest_row_grad / spec.directions
     if engine.options.reduction == "mean":
@@ -232,31 +257,28 @@ def backward(
     """The gradient of every input that needs one."""
     if numbers.plan.one_pass:
         return _rescaled(inputs, options, upstream, saved)
-    inverse: tuple[Tensor | None, ...] = (None,) * 3
+    norms = Norms()
     if options.normalize:
-        inverse = tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features)
-    norms = Norms(inverse, numbers.max_norms)
+        norms = Norms(tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features))
     handshake = numbers.handshake
     if handshake is None or options.group or options.reduction == "none":
         handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
-    engine = Engine(inputs, options, norms, handshake, numbers.plan)
+    engine = Engine(inputs, options, norms, handshake, numbers.plan, numbers.shift)
     layout, spec = engine.layout, engine.spec
-    state = State(state_fields(spec, options.return_stats), saved.state, numbers.shared_max)
-    attach(layout.feature_blocks(), state)
+    engine.attach_state(saved.state)
     for side in (layout.rows, layout.columns)[: spec.directions]:
         engine.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
     for block in engine.needing:
         block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
-    slots = engine.slots(saved.kept, numbers.marks)
     brought = ("state", "row_grad") if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
-    for index, tile in enumerate(chain.from_iterable(engine.strips(brought, collected="grad"))):
+    for tile, slot in engine.tiles(saved.kept, brought, collected="grad"):
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
-            engine.backend.accumulate_gradients(tile, slots[index] if index < len(slots) else None)
+            engine.backend.accumulate_gradients(tile, slot)
     factor: Tensor | float = handshake.largest_row_grad / spec.directions
     if options.reduction == "mean":
-        factor = factor / (saved.scalars if math.isnan(numbers.denominator) else numbers.denominator)
+        factor = factor / (saved.scalars if len(saved.scalars) else handshake.weight_sum * len(layout.rows))
     if options.reduction != "none":
         factor = factor * (upstream.item() if layout.device.type == "cpu" else upstream.double())
     scalars = _finish_gradients(engine, factor)
@@ -289,7 +311,7 @@ def _like(gradient: Tensor, x: Tensor) -> Tensor:
 def _finish_gradients(engine: Engine, factor: Tensor | float) -> Tensor:
     """From sums of dlogits to gradients: those of features in place, those of scale and bias are returned."""
     options, ranks = engine.options, engine.ranks
-    sums = engine.scalar_sums()
+    sums = _scalar_sums(engine)
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
@@ -300,6 +322,31 @@ def _finish_gradients(engine: Engine, factor: Tensor | float) -> Tensor:
             _backward_of_normalization(block)
         block.grad.mul_(coefficient)
     return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
+
+
+def _scalar_sums(engine: Engine) -> Tensor:
+    """sum(dlogits * x.y) and sum(dlogits), where the scale and the bias need them."""
+    needs = engine.handshake.needs
+    if not (needs.scale or needs.bias):
+        return torch.zeros(2, dtype=torch.float64, device=engine.layout.device)
+    if engine.sum_for_scale or not needs.scale:
+        return engine.backend.scalar_sums
+    scale_sum = _scale_sum(engine)
+    return torch.stack([scale_sum, engine.backend.scalar_sums[1]]) if needs.bias else scale_sum[None]
+
+
+def _scale_sum(engine: Engine) -> Tensor:
+    """sum(dlogits * x.y) = sum(x.A) over either side; a symmetric loss has it twice."""
+    layout = engine.layout
+    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
+    sums = [torch.zeros((), dtype=torch.float64, device=layout.device)]
+    for strip in (strip for block in side for strip in block.strips(strip_height(block.features))):
+        assert strip.grad is not None
+        buffer = workspace.buffer("products", strip.grad.numel(), layout.dtype, layout.device)
+        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, (len(strip), layout.width)))
+        sums.append(product.sum(1).sum(dtype=torch.float64))
+    total = sums[1] if len(sums) == 2 else torch.stack(sums).sum()
+    return total / 2 if engine.spec.symmetric else total
 
 
 def _backward_of_normalization(block: Block) -> None:
@@ -313,45 +360,17 @@ def _backward_of_normalization(block: Block) -> None:
         strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
 
 
-def _scale_sum(engine: Engine) -> Tensor:
-    """sum(dlogits * x.y) = sum(x.A) over either side; a symmetric loss has it twice."""
-    layout = engine.layout
-    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
-    sums = []
-    for strip in (strip for block in side for strip in block.strips(strip_height(block.features))):
-        assert strip.grad is not None
-        buffer = workspace.buffer("products", strip.grad.numel(), layout.dtype, layout.device)
-        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, (len(strip), layout.width)))
-        sums.append(product.sum(1).sum(dtype=torch.float64))
-    if not sums:
-        return torch.zeros((), dtype=torch.float64, device=layout.device)
-    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-    return total / 2 if engine.spec.symmetric else total
-
-
 def _as_multiplied(block: Block) -> Tensor:
     assert block.grad is not None
     features = block.features.to(block.grad.dtype)
     return features if block.inverse_norm is None else features * block.inverse_norm[:, None]
 
 
-def attach(side: list[Block], values: Tensor | State) -> None:
-    """Give every block of a side its part of the state, or of the gradients of rows, that covers the side."""
-    start = 0
-    for block in side:
-        stop = start + len(block)
-        if isinstance(values, State):
-            block.state = values.slice(start, stop)
-        else:
-            block.row_grad = values if len(side) == 1 else values[start:stop]
-        start = stop
-
-
 # ---- from the losses of rows to the value
 
 
-def _reduce(engine: Engine, state: State) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """The value, the statistics, and what the mean divides by."""
+def _reduce(engine: Engine, state: State) -> tuple[Tensor, Tensor | None, Tensor | float] | None:
+    """The value, the statistics, and what the mean divides by. None where a sum of exponentials has underflowed."""
     spec, options, layout = engine.spec, engine.options, engine.layout
     num_rows = sum(map(len, layout.rows))
     rows = state if spec.symmetric or spec.column_loss else state.slice(0, num_rows)
@@ -364,14 +383,17 @@ def _reduce(engine: Engine, state: State) -> tuple[Tensor, Tensor | None, Tensor
         if engine.inputs.weight is not None:
             losses = losses * engine.weights(layout.rows)
         sums = [losses.sum()]
+    if engine.shift > 0:
+        sums.append((rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64))
     if not spec.has_targets:
         sums.append(rows.where_positives(spec, engine.weights(layout.rows)).sum())
     if options.return_stats:
         columns = state if spec.symmetric else state.slice(num_rows, None)
         sums += _statistics(engine, state if spec.symmetric else state.slice(0, num_rows), columns)
     if len(sums) > 1 or options.group:
-        totals = engine.ranks.all_sum(torch.stack(sums))
-        sums = [totals[index] for index in range(len(sums))]
+        sums = list(engine.ranks.all_sum(torch.stack(sums)).unbind())
+    if engine.shift > 0 and sums.pop(1).item():
+        return None
     denominator: Tensor | float = engine.handshake.weight_sum * len(layout.rows)
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
         denominator = torch.where(sums[1] == 0, 1.0, sums[1])

@@ -15,18 +15,10 @@ from .options import LossInputs, LossOptions, compute_dtype
 
 LARGEST_INVERSE_NORM = 1e12  # as torch.nn.functional.normalize
 UNIT_NORM = 1.001  # no normalised row is longer, whatever it was rounded to
-
 MANY_ROWS = 8  # fewer may have one id by chance
 
 _warned: set[tuple[str, str]] = set()  # functions, and what they have warned of
-_pending: dict[str, tuple[list[str], Tensor, Any]] = {}  # by function: names, numbers, and the event of their arrival
-
-
-class Norms(NamedTuple):
-    """Of the rows of each feature input: 1 / length where rows are normalised, and a bound of their lengths."""
-
-    inverse: tuple[Tensor | None, ...]
-    largest: tuple[float, ...]
+_pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # likewise: a range, and the event of its arrival
 
 
 def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: float) -> None:
@@ -38,8 +30,8 @@ def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: f
         )
     if not math.isfinite(bias):
         raise ValueError(f"{function}: logit_bias must be finite, got {bias}.")
-    if inputs.weight is not None and inputs.weight.numel():
-        low, high = (bound.item() for bound in inputs.weight.aminmax())
+    if inputs.weight is not None and len(inputs.weight):
+        low, high = _range([inputs.weight])
         if not 0 <= low <= high < math.inf:
             raise ValueError(
                 f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
@@ -58,22 +50,35 @@ def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> N
 # ---- lengths of rows
 
 
+class Norms(NamedTuple):
+    """Of the rows of each feature input: 1 / length where rows are normalised, and a bound of their lengths."""
+
+    inverse: tuple[Tensor | None, ...] = (None, None, None)
+    largest: tuple[float, ...] = (math.inf, math.inf, math.inf)
+
+
 def measure_norms(inputs: LossInputs, options: LossOptions) -> Norms:
-    """What the layout must know of the lengths of rows. Warns of likely mistakes on the way."""
+    """Warns of likely mistakes on the way."""
     watched = options.normalize is None and (options.function, "norms") not in _warned
-    # The bound saves a look at every tile, if it costs less. An accelerator has no use for it.
-    num_rows, num_columns = len(inputs.rows), len(inputs.rows if inputs.columns is None else inputs.columns)
-    on_cpu = inputs.rows.device.type == "cpu"
-    bounded = on_cpu and num_rows * num_columns >= (num_rows + num_columns) * inputs.rows.shape[1]
-    norms: list[Tensor | None] = [None] * 3
-    if options.normalize or watched or bounded:
-        norms = [None if x is None else row_norms(x) for x in inputs.features]
-    found = [x for x in norms if x is not None and len(x)]
-    _warn_of_mistakes(inputs, options, found if watched else [])
+    if not options.group and (ids := watched_ids(inputs, options)):  # with a group, in the handshake
+        _watch(options.function, "ids", ids)
     if options.normalize:
-        return Norms(tuple(None if x is None else inverse_norms(x) for x in norms), (UNIT_NORM,) * 3)
-    largest = [x.amax().item() if x is not None and len(x) and on_cpu else math.inf for x in norms]
-    return Norms((None, None, None), tuple(largest))
+        norms = (None if x is None else inverse_norms(row_norms(x)) for x in inputs.features)
+        return Norms(tuple(norms), (UNIT_NORM,) * 3)
+    if inputs.rows.device.type == "cpu":
+        ranges = [_range([row_norms(x)]) if x is not None and len(x) else None for x in inputs.features]
+        lows, highs = zip(*filter(None, ranges), strict=True) if any(ranges) else ((1.0,), (1.0,))
+        if watched:
+            warn_of_range(options.function, "norms", min(lows), max(highs))
+        return Norms(largest=tuple(bounds[1] if bounds else 0.0 for bounds in ranges))
+    if watched:
+        _watch(options.function, "norms", [row_norms(x) for x in inputs.features if x is not None and len(x)])
+    return Norms()
+
+
+def inverse_norms(norms: Tensor) -> Tensor:
+    """What makes every row one of unit length."""
+    return norms.reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
 
 
 def row_norms(features: Tensor) -> Tensor:
@@ -85,40 +90,12 @@ def row_norms(features: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in strips])
 
 
-def inverse_norms(norms: Tensor) -> Tensor:
-    """What makes every row one of unit length."""
-    return norms.reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
-
-
 def strip_height(features: Tensor) -> int:
     """Rows at a time where features are read outside of tiles: about 1 MiB in float32."""
     return max(1, 2**18 // features.shape[1])
 
 
 # ---- warnings
-
-
-def _warn_of_mistakes(inputs: LossInputs, options: LossOptions, norms: list[Tensor]) -> None:
-    """At once on the CPU; elsewhere when the numbers have arrived, in a later call of the same function."""
-    function, device = options.function, inputs.rows.device.type
-    bounds: dict[str, tuple[Tensor, Tensor]] = {}
-    if norms:
-        bounds["norms"] = _bounds(norms)
-    if not options.group and (ids := watched_ids(inputs, options)):  # with a group, in the handshake
-        bounds["ids"] = _bounds(ids)
-    if device == "cpu":
-        for name, (low, high) in bounds.items():
-            warn_of_bounds(function, name, low.item(), high.item())
-        return
-    if function in _pending and _pending[function][2].query():
-        names, numbers, _ = _pending.pop(function)
-        for name, (low, high) in zip(names, numbers.view(-1, 2).tolist(), strict=True):
-            warn_of_bounds(function, name, low, high)
-    if bounds and function not in _pending and device == "cuda":
-        numbers = torch.stack([bound for pair in bounds.values() for bound in pair]).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        _pending[function] = list(bounds), numbers, event
 
 
 def watched_ids(inputs: LossInputs, options: LossOptions) -> list[Tensor]:
@@ -133,16 +110,31 @@ def watched_ids(inputs: LossInputs, options: LossOptions) -> list[Tensor]:
 def id_range(inputs: LossInputs, options: LossOptions) -> tuple[float, float] | None:
     """For the handshake: only all ranks together know whether all ids are equal."""
     ids = watched_ids(inputs, options) if options.group and inputs.rows.device.type == "cpu" else []
-    low, high = _bounds(ids) if ids else (None, None)
-    return None if low is None or high is None else (low.item(), high.item())
+    return _range(ids) if ids else None
 
 
-def _bounds(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    low, high = torch.stack([bound.double() for x in vectors for bound in x.aminmax()]).aminmax()
-    return low, high
+def _range(vectors: list[Tensor]) -> tuple[float, float]:
+    """The smallest and the largest of all numbers, on the CPU."""
+    lows, highs = zip(*(x.aminmax() for x in vectors), strict=True)
+    return min(low.item() for low in lows), max(high.item() for high in highs)
 
 
-def warn_of_bounds(function: str, name: str, low: float, high: float) -> None:
+def _watch(function: str, name: str, vectors: list[Tensor]) -> None:
+    """Warn of a range that looks like a mistake: at once on the CPU, elsewhere when it has arrived, in a later call."""
+    device = vectors[0].device.type if vectors else ""
+    if device == "cpu":
+        warn_of_range(function, name, *_range(vectors))
+    elif device == "cuda" and (function, name) not in _pending:
+        bounds = torch.stack([bound.double() for x in vectors for bound in x.aminmax()])
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arriving = torch.stack(bounds.aminmax()).to("cpu", non_blocking=True)
+        event.record()
+        _pending[function, name] = arriving, event
+    elif device == "cuda" and _pending[function, name][1].query():
+        warn_of_range(function, name, *_pending.pop((function, name))[0].tolist())
+
+
+def warn_of_range(function: str, name: str, low: float, high: float) -> None:
     if name == "norms" and max(abs(low - 1), abs(high - 1)) > 0.01:
         message = (
             f"{function}: rows are not of unit length, but from {low:.4g} to {high:.4g}. Pass normalize=True for "

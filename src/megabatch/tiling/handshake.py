@@ -15,7 +15,7 @@ from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
 from ..distributed.ranks import Facts, Ranks, feature_facts, first_difference
-from .guards import MANY_ROWS, Norms, check_values, id_range, warn_of_bounds
+from .guards import MANY_ROWS, Norms, check_values, id_range, warn_of_range
 from .options import LossInputs, LossOptions, Needs
 
 SCALE_TOLERANCE = 1e-5  # relative: ranks may round the exponential of a logarithm differently
@@ -161,7 +161,7 @@ class Handshake:
         unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
         if ranges and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
             lows, highs = zip(*ranges, strict=True)
-            warn_of_bounds(function, "ids", min(lows), max(highs))
+            warn_of_range(function, "ids", min(lows), max(highs))
         disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
         if any(self.needs) and disabled:
             raise ValueError(

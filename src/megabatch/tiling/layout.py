@@ -4,7 +4,6 @@ On both sides all ranks' rows of one input come in rank order, and those of the 
 begins is arithmetic on the numbers of rows that the ranks have exchanged.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any
@@ -46,6 +45,7 @@ class Layout:
     ) -> None:
         self.spec, self.ranks, self.infos = spec, ranks, infos
         self.overlap, self.gathers = overlap, gathers
+        self.shift = 0.0  # of the states of remote columns
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
         self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
         self._row_offsets, self._column_offsets = self._offsets(self.row_inputs), self._offsets(self.column_inputs)
@@ -53,7 +53,6 @@ class Layout:
         self.normalized = norms.inverse[0] is not None
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
         self.rows, self.columns = self._own_blocks(inputs, norms)
-        self._strips: tuple[list[Block], list[Block]] = [], []
 
     def _offsets(self, which: tuple[int, ...]) -> dict[int, list[int]]:
         """By input: where every rank's rows begin."""
@@ -123,7 +122,7 @@ class Layout:
             brought: Names of members of a Block that travel with columns, beside the features.
             collected: Name of the member that other ranks add up for columns: "state", "grad", or "" for none.
         """
-        rows, columns = self._strips = self._own_strips(height, width)
+        rows, columns = self._own_strips(height, width)
         own = self._own_tiles(rows, columns)
         if self.ranks.size == 1:
             yield from own
@@ -140,11 +139,6 @@ class Layout:
         yield from cross(rows, columns, self.spec.symmetric)
         for strip in rows + columns:
             strip.finish_grad()
-
-    def shared_max(self) -> float:
-        """The `max` of the states of all own rows and columns, where the host knows that it is one number; else NaN."""
-        found = {strip.state.shared_max for side in self._strips for strip in side}
-        return found.pop() if len(found) == 1 and self.ranks.size == 1 else math.nan
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
         """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
@@ -218,7 +212,7 @@ class _RemoteColumns:
         added = self._members(owner, self.collected, self.sums[owner].unpack(sums))
         for index, members, zeros in zip(self._inputs(owner), read, added, strict=True):
             for value in zeros.values():
-                value.reset() if isinstance(value, State) else value.zero_()
+                value.reset(self.layout.shift) if isinstance(value, State) else value.zero_()
             offset = self.layout._column_offsets[index][owner]
             blocks.append(Block(offset=offset, max_norm=self.infos[owner].max_norms[index], **members, **zeros))
         return blocks

@@ -5,6 +5,7 @@ Letters: r, c height and width of a tile; N, M rows and columns of the logits; D
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..backends.backend import MIB, Backend
 from .options import LossOptions
@@ -39,8 +40,7 @@ class Sizes:
     threads: int
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a call is carried out.
 
     Attributes:

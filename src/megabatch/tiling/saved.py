@@ -1,7 +1,5 @@
 """What a forward leaves for its backward, and what the backward returns."""
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,8 +7,6 @@ from torch import Tensor
 
 from .handshake import Handshake
 from .plan import Plan
-
-_NAN = -torch.finfo(torch.float64).max  # in its place in a packed tensor: a copy of it should be equal to it
 
 
 class Gradients(NamedTuple):
@@ -37,40 +33,28 @@ class SavedTensors(NamedTuple):
     scalars: Tensor
 
 
-@dataclass
-class SavedNumbers:
+class SavedNumbers(NamedTuple):
     """What the forward leaves on the host for the backward.
 
     Attributes:
+        shift: Of all logits, or OWN_MAX.
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
-        max_norms: Bounds of the lengths of rows.
-        shared_max: Of the state, where the host knows it; else NaN.
-        denominator: What the mean divides by, where the host knows it; else NaN.
-        marks: Of the tiles that are kept.
         handshake: Of the forward: alone, a rank has nothing new to say in the backward.
     """
 
     plan: Plan
+    shift: float
     forward_number: int
     joins_backward: bool
-    max_norms: tuple[float, ...]
-    shared_max: float
-    denominator: float
-    marks: list[float]
     handshake: Handshake | None = None
 
     def pack(self) -> Tensor:
         """As a tensor on the CPU, which is what an operator can return. The handshake stays behind."""
-        plan = self.plan
-        numbers: list[float] = [plan.rows, plan.columns, plan.one_pass, plan.kept]
-        numbers += [self.forward_number, self.joins_backward, *self.max_norms, self.shared_max, self.denominator]
-        packed = [_NAN if math.isnan(number) else number for number in [*numbers, *self.marks]]
-        return torch.tensor(packed, dtype=torch.float64)
+        return torch.tensor([*self.plan, *self[1:4]], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "SavedNumbers":
-        numbers = [math.nan if number == _NAN else number for number in packed.tolist()]
-        rows, columns, one_pass, kept, forward_number, joins_backward, *rest = numbers
+        rows, columns, one_pass, kept, shift, forward_number, joins_backward = packed.tolist()
         plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
-        return cls(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3], rest[4], rest[5:])
+        return cls(plan, shift, int(forward_number), bool(joins_backward))
