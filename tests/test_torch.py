@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import megabatch
 from megabatch import reference
 from megabatch.losses import spec as specs
-from megabatch.tiling import engine
+from megabatch.tiling import call, engine
 from megabatch.tiling.operators import contrast, contrast_backward
 from megabatch.tiling.options import LossInputs, LossOptions, Needs
 
@@ -247,7 +247,7 @@ def test_products_of_bf16_into_float32_as_on_an_accelerator() -> None:
     results = []
     for operand in (None, torch.bfloat16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.Engine, "_operand_dtype", lambda self, operand=operand: operand)
+            patch.setattr(call.Call, "_operand_dtype", lambda self, operand=operand: operand)
             value, _, *saved = engine.forward(inputs, options)
             results.append((value, engine.backward(inputs, options, torch.ones(()), *saved)))
     (exact, wanted), (value, got) = results

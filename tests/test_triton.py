@@ -22,7 +22,7 @@ from megabatch.backends.triton_backend import Triton
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block, Tile
 from megabatch.losses.state import State, state_fields
-from megabatch.tiling import engine
+from megabatch.tiling import call
 from megabatch.tiling.options import LossOptions
 from megabatch.tiling.plan import Plan, Sizes
 
@@ -156,7 +156,7 @@ def limit_kept(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         plan = original(options, sizes, False)
         return replace(plan, kept=min(plan.kept, most))
 
-    original = engine.make_plan
+    original = call.make_plan
     monkeypatch.setattr(engine, "make_plan", make_plan)
 
 

@@ -28,7 +28,7 @@ from megabatch.backends.triton_settings import (
     variants,
 )
 from megabatch.losses import spec as specs
-from megabatch.tiling import engine
+from megabatch.tiling import call
 from megabatch.tiling.options import LossOptions, Needs
 from megabatch.tiling.plan import Plan, Sizes, make_plan, working_bytes
 
@@ -351,7 +351,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bench]:
     monkeypatch.setattr(Triton, "_start", start)
     monkeypatch.setattr(triton_settings, "variants", lambda settings: CANDIDATES)
     monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
-    make_plan = engine.make_plan
+    make_plan = call.make_plan
     monkeypatch.setattr(engine, "make_plan", lambda *how: replace(make_plan(*how), kept=0, one_pass=False))
     triton_backend._tuning.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -4,7 +4,7 @@ Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a
 """
 
 from abc import ABC, abstractmethod
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ class Backend(ABC):
         self.operand_dtype = operand_dtype or dtype
         self.stats, self.one_pass, self.shift = stats, one_pass, shift
         self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
-        if sum_for_scale or sum_for_bias:
-            self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._buffer = Buffers(dtype, device)
         self._loaded: dict[str, Block] = {}
 
@@ -120,6 +118,11 @@ class Backend(ABC):
     def scores(self, tile: Tile) -> Tensor:
         """S, in a buffer that the next tile overwrites."""
 
+    @cached_property
+    def scalar_sums(self) -> Tensor:
+        """sum(dS * x.y) and sum(dS) of all tiles so far."""
+        return torch.zeros(2, dtype=torch.float64, device=self.device)
+
     @property
     def dlogits_scale(self) -> float:
         """Multiplies dlogits before they are rounded to the operands' dtype."""
@@ -168,7 +171,8 @@ class Buffers:
 
 
 def shaped(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
-    return buffer[: shape[0] * shape[1]].view(shape)
+    """The beginning of a buffer as a matrix."""
+    return buffer.as_strided(shape, (shape[1], 1))
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:

@@ -55,14 +55,10 @@ class Eager(Backend):
         return common_shift(largest_logit)
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
-        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept, tile.shape)
-        self._epilogue.statistics(tile, self._logits(tile, out))
+        self._epilogue.statistics(tile, self._logits(tile, kept))
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
-        if kept is None:
-            logits = self._logits(tile, self._buffer("logits", tile.shape))
-        else:
-            logits = shaped(kept, tile.shape)
+        logits = self._logits(tile) if kept is None else shaped(kept, tile.shape)
         dlogits = self._epilogue.dlogits(tile, logits, fresh=kept is None)
         if self.sum_for_bias:
             self.scalar_sums[1].add_(dlogits.sum(1).sum(dtype=torch.float64))
@@ -78,9 +74,10 @@ class Eager(Backend):
         self._multiply_dlogits(tile, dlogits.to(self.operand_dtype))
 
     def scores(self, tile: Tile) -> Tensor:
-        return self._logits(tile, self._buffer("logits", tile.shape))
+        return self._logits(tile)
 
-    def _logits(self, tile: Tile, out: Tensor) -> Tensor:
+    def _logits(self, tile: Tile, memory: Tensor | None = None) -> Tensor:
+        out = self._buffer("logits", tile.shape) if memory is None else shaped(memory, tile.shape)
         if self.sum_for_scale or self.scale == 0:  # BLAS skips the product at 0; then inf * 0 would not be NaN
             torch.mul(self._multiply_features(tile, self._buffer("products", tile.shape)), self.scale, out=out)
         elif self.operand_dtype == out.dtype:

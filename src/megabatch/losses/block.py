@@ -77,7 +77,7 @@ class Block:
         """row_grad / sum_exp: turns exp(logit - max) into row_grad * probability."""
         inverse = self.state["sum_exp"].reciprocal()
         factor = inverse if self.has_unit_row_grad else inverse.mul_(self.row_grad)
-        return factor.to(torch.promote_types(self.features.dtype, torch.float32))
+        return factor if self.features.dtype == torch.float64 else factor.float()
 
     @cached_property
     def id_range(self) -> tuple[int, int]:

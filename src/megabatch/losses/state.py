@@ -39,7 +39,7 @@ class State:
 
     def __init__(self, names: tuple[str, ...], table: Tensor) -> None:
         self.names, self.table = names, table
-        self._fields: dict[str, Tensor] = {}
+        self._fields = dict(zip(names, table.unbind(), strict=True))
 
     def reset(self, shift: float) -> "State":
         """To the statistics of no columns: the neutral element of `merge`."""
@@ -53,8 +53,6 @@ class State:
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._fields:
-            self._fields[name] = self.table[self.names.index(name)]
         return self._fields[name]
 
     def slice(self, start: int, stop: int | None) -> "State":

@@ -1,182 +1,17 @@
-"""The forward and the backward of a call on plain tensors: below autograd, above the tiles.
-
-Letters: x the features of a row as products multiply them; A the sum over its columns of dlogits * column, so that
-d loss / d x = factor * scale * A, with one factor for all rows.
-"""
-
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from itertools import chain
+"""The forward and the backward of a call on plain tensors: below autograd, above the tiles."""
 
 import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..backends.backend import Backend, float32_precision, shaped
-from ..backends.epilogues import SMALLEST_SUM
-from ..losses.block import Block, Tile
-from ..losses.state import OWN_MAX, State, state_fields
-from .guards import LARGEST_INVERSE_NORM, Norms, inverse_norms, measure_norms, row_norms, strip_height
+from ..losses.state import OWN_MAX
+from .call import Call
+from .gradients import Gradients, as_inputs, finish_gradients, rescaled
+from .guards import Norms, inverse_norms, measure_norms, row_norms
 from .handshake import Handshake
-from .layout import Layout
 from .options import LossInputs, LossOptions
-from .plan import Plan, Sizes, make_plan
-from .saved import Gradients, SavedNumbers, SavedTensors
-
-NUM_STATS, NUM_SUMS = 7, 5
-
-
-class Engine:
-    """One forward or backward: where its rows are, the plan for its tiles, and the backend that computes them."""
-
-    def __init__(
-        self,
-        inputs: LossInputs,
-        options: LossOptions,
-        norms: Norms,
-        handshake: Handshake,
-        plan: Plan | None = None,
-        shift: float | None = None,
-    ) -> None:
-        """A backward comes with plan and shift of its forward: made anew they might differ."""
-        self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
-        self.ranks, self.scale = handshake.ranks, handshake.scale
-        self.layout = Layout(inputs, self.spec, norms, self.ranks, handshake.infos, overlap=options.overlap)
-        self.layout.gathers = self._gathers()
-        operand_dtype = self._operand_dtype()
-        self.sum_for_scale = self._sum_for_scale(operand_dtype)
-        self.shift = self.layout.shift = self._common_shift() if shift is None else shift
-        self.plan = plan or self._make_plan(operand_dtype)
-        self.backend: Backend = handshake.backend(
-            self.spec,
-            self.scale,
-            handshake.bias,
-            self.layout.dtype,
-            self.layout.device,
-            operand_dtype=operand_dtype,
-            stats=options.return_stats,
-            sum_for_scale=self.sum_for_scale,
-            sum_for_bias=handshake.needs.bias,
-            one_pass=self.plan.one_pass,
-            shift=self.shift,
-        )
-
-    # ---- decisions
-
-    def _operand_dtype(self) -> torch.dtype | None:
-        """What products multiply, where that is not what they are summed in: bf16 or fp16."""
-        half = self.handshake.backend.multiplies_half(self.layout.device, bool(self.options.normalize))
-        if not half or self.layout.dtype == torch.float64:
-            return None
-        if self.options.autocast_dtype:
-            dtype: torch.dtype = getattr(torch, self.options.autocast_dtype)
-            return dtype
-        return None if self.inputs.rows.dtype == torch.float32 else self.inputs.rows.dtype
-
-    def _sum_for_scale(self, operand_dtype: torch.dtype | None) -> bool:
-        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
-        layout = self.layout
-        whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
-        exact = operand_dtype is None and float32_precision(layout.device) == "ieee"
-        return self.handshake.needs.scale and not (exact and whole)
-
-    def _common_shift(self) -> float:
-        """See Backend.common_shift. It follows from what all ranks know."""
-        if self.spec.epilogue == "sigmoid":
-            return 0.0
-        sides = self.layout.row_inputs, self.layout.column_inputs
-        x, y = (max(info.max_norms[index] for info in self.handshake.infos for index in side) for side in sides)
-        return self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
-
-    def _gathers(self) -> bool:
-        """Whether columns are exchanged all at once."""
-        if self.options.exchange != "auto" or self.ranks.size == 1:
-            return self.options.exchange == "gather"
-        infos = self.handshake.infos
-        features: int = max(getattr(torch, name).itemsize for info in infos for name in info.dtypes if name)
-        gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
-        budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
-        return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
-
-    def _make_plan(self, operand_dtype: torch.dtype | None) -> Plan:
-        """Or the same error on all ranks."""
-        layout, error = self.layout, None
-        operand = operand_dtype or layout.dtype
-        sizes = Sizes(
-            rows=tuple(map(len, layout.rows)),
-            columns=tuple(map(len, layout.columns)),
-            remote=tuple(layout.remote_lengths()),
-            width=layout.width,
-            element=layout.dtype.itemsize,
-            operand=operand.itemsize,
-            copied=layout.normalized or any(block.features.dtype != operand for block in layout.feature_blocks()),
-            sum_for_scale=self.sum_for_scale,
-            backend=self.handshake.backend,
-            threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
-        )
-        one_pass = any(self.options.needs) and self.options.reduction != "none" and self.ranks.size == 1
-        try:
-            plan = make_plan(self.options, sizes, one_pass)
-        except ValueError as refused:
-            error = refused.with_traceback(None)
-        self.handshake.agree_on_plan(error)
-        return plan
-
-    # ---- tiles and blocks
-
-    def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
-        return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
-
-    def tiles(
-        self, kept: Tensor, brought: tuple[str, ...] = (), collected: str = ""
-    ) -> Iterator[tuple[Tile, Tensor | None]]:
-        """Every tile, with its part of what is kept."""
-        size = self.plan.slot_size
-        for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
-            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
-
-    @cached_property
-    def needing(self) -> list[Block]:
-        """The blocks whose features need a gradient."""
-        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
-
-    @cached_property
-    def row_weight(self) -> Tensor:
-        """The weight of every row of one input."""
-        weight, rows = self.inputs.weight, self.inputs.rows
-        return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
-
-    def weights(self, side: list[Block]) -> Tensor:
-        """The weight of every row of a side that has losses."""
-        return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
-
-    def attach_state(self, table: Tensor | None = None) -> State:
-        """Give every block its part of the statistics, by default of no columns."""
-        names = state_fields(self.spec, self.options.return_stats)
-        blocks = self.layout.feature_blocks()
-        if table is None:
-            shape = len(names), sum(map(len, blocks))
-            state = State(names, torch.empty(shape, dtype=torch.float64, device=self.layout.device)).reset(self.shift)
-        else:
-            state = State(names, table)
-        start = 0
-        for block in blocks:
-            block.state = state if len(blocks) == 1 else state.slice(start, start + len(block))
-            start += len(block)
-        return state
-
-    def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
-        """d objective / d (loss of every row), up to a factor common to all."""
-        row_grad, largest = self.weights(side), self.handshake.largest_row_grad
-        if not self.spec.has_targets:
-            row_grad = torch.cat([block.state.where_positives(self.spec, self.row_weight) for block in side])
-        if upstream is not None:
-            row_grad = row_grad * upstream
-        if largest != 1:
-            row_grad = row_grad / largest
-        for block, part in zip(side, torch.split(row_grad, list(map(len, side))), strict=True):
-            block.row_grad = part
-            block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets
+from .reduce import reduce_losses
+from .saved import SavedNumbers, SavedTensors
 
 
 def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedNumbers]:
@@ -187,35 +22,35 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     except Warning as raised:  # which the user turned into an error: on all ranks, then
         error = raised.with_traceback(None)
     handshake = Handshake(inputs, options, norms, error)
-    engine = Engine(inputs, options, norms, handshake)
-    result = _forward(engine)
+    call = Call(inputs, options, norms, handshake)
+    result = _forward(call)
     if result is None:
-        engine = Engine(inputs, options, norms, handshake, engine.plan, shift=OWN_MAX)
-        result = _forward(engine)
+        call = Call(inputs, options, norms, handshake, call.plan, shift=OWN_MAX)
+        result = _forward(call)
     assert result is not None
     numbers = SavedNumbers(
-        engine.plan,
-        engine.shift,
-        engine.ranks.num_handshakes,
+        call.plan,
+        call.shift,
+        call.ranks.num_handshakes,
         any(handshake.needs),
         None if options.group else handshake,  # a group must not live as long as the loss
     )
     return *result, numbers
 
 
-def _forward(engine: Engine) -> tuple[Tensor, Tensor | None, SavedTensors] | None:
+def _forward(call: Call) -> tuple[Tensor, Tensor | None, SavedTensors] | None:
     """None if the shift that all logits have in common was too much for one of the rows."""
-    layout, spec, plan = engine.layout, engine.spec, engine.plan
-    state = engine.attach_state()
+    layout, spec, plan = call.layout, call.spec, call.plan
+    state = call.attach_state()
     if plan.one_pass:
-        kept, scalars = _one_pass(engine)
+        kept, scalars = _one_pass(call)
     else:
         kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
         # What other ranks add up for this rank's columns: their state, where columns have one.
-        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and engine.options.return_stats) else ""
-        for tile, slot in engine.tiles(kept, collected=collected):
-            engine.backend.accumulate_statistics(tile, slot)
-    reduced = _reduce(engine, state)
+        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and call.options.return_stats) else ""
+        for tile, slot in call.tiles(kept, collected=collected):
+            call.backend.accumulate_statistics(tile, slot)
+    reduced = reduce_losses(call, state)
     if reduced is None:
         return None
     value, stats, denominator = reduced
@@ -226,18 +61,18 @@ def _forward(engine: Engine) -> tuple[Tensor, Tensor | None, SavedTensors] | Non
     return value, stats, SavedTensors(state.table, kept, scalars)
 
 
-def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
+def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     """Gradients in the forward: those of a tile as soon as its rows are complete, while its logits are at hand. Returns
     those of the features, in one tensor, and those of scale and bias."""
-    layout, spec, backend = engine.layout, engine.spec, engine.backend
-    sizes = [block.features.numel() for block in engine.needing]
+    layout, spec, backend = call.layout, call.spec, call.backend
+    sizes = [block.features.numel() for block in call.needing]
     gradients = torch.empty(sum(sizes), dtype=layout.dtype, device=layout.device)
-    for block, part in zip(engine.needing, torch.split(gradients, sizes), strict=True):
+    for block, part in zip(call.needing, torch.split(gradients, sizes), strict=True):
         block.new_grad(part)
-    engine.attach_row_grads(layout.rows)
-    size = engine.plan.slot_size
-    memory = workspace.buffer("slots", engine.plan.kept * size, layout.dtype, layout.device)
-    for strip in engine.strips():
+    call.attach_row_grads(layout.rows)
+    size = call.plan.slot_size
+    memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
+    for strip in call.strips():
         # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
         for tiles in [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]:
             slots = list(zip(tiles, torch.split(memory[: len(tiles) * size], size), strict=True))
@@ -245,10 +80,10 @@ def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
-    factor = engine.handshake.largest_row_grad / spec.directions
-    if engine.options.reduction == "mean":
-        factor /= engine.handshake.weight_sum * len(layout.rows)
-    return gradients, _finish_gradients(engine, factor)
+    factor = call.handshake.largest_row_grad / spec.directions
+    if call.options.reduction == "mean":
+        factor /= call.handshake.weight_sum * len(layout.rows)
+    return gradients, finish_gradients(call, factor)
 
 
 def backward(
@@ -256,164 +91,31 @@ def backward(
 ) -> Gradients:
     """The gradient of every input that needs one."""
     if numbers.plan.one_pass:
-        return _rescaled(inputs, options, upstream, saved)
+        return rescaled(inputs, options, upstream, saved)
     norms = Norms()
     if options.normalize:
         norms = Norms(tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features))
     handshake = numbers.handshake
     if handshake is None or options.group or options.reduction == "none":
         handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
-    engine = Engine(inputs, options, norms, handshake, numbers.plan, numbers.shift)
-    layout, spec = engine.layout, engine.spec
-    engine.attach_state(saved.state)
+    call = Call(inputs, options, norms, handshake, numbers.plan, numbers.shift)
+    layout, spec = call.layout, call.spec
+    call.attach_state(saved.state)
     for side in (layout.rows, layout.columns)[: spec.directions]:
-        engine.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
-    for block in engine.needing:
+        call.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
+    for block in call.needing:
         block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
     brought = ("state", "row_grad") if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
-    for tile, slot in engine.tiles(saved.kept, brought, collected="grad"):
+    for tile, slot in call.tiles(saved.kept, brought, collected="grad"):
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
-            engine.backend.accumulate_gradients(tile, slot)
+            call.backend.accumulate_gradients(tile, slot)
     factor: Tensor | float = handshake.largest_row_grad / spec.directions
     if options.reduction == "mean":
         factor = factor / (saved.scalars if len(saved.scalars) else handshake.weight_sum * len(layout.rows))
     if options.reduction != "none":
         factor = factor * (upstream.item() if layout.device.type == "cpu" else upstream.double())
-    scalars = _finish_gradients(engine, factor)
-    features = [block.grad for block in engine.needing if block.grad is not None]
-    return _as_inputs(inputs, options, features, scalars)
-
-
-def _rescaled(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors) -> Gradients:
-    """The forward's gradients times what the caller makes of the loss."""
-    needed = [x for x, need in zip(inputs.features, options.needs, strict=False) if x is not None and need]
-    parts = torch.split(saved.kept, [x.numel() for x in needed])
-    upstream = upstream.to(saved.kept.dtype)
-    features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
-    return _as_inputs(inputs, options, features, saved.scalars * upstream)
-
-
-def _as_inputs(inputs: LossInputs, options: LossOptions, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
-    """One rounding to the dtype of each input; no two of them share memory."""
-    found = chain(features, (scalars[index] for index, need in enumerate(options.needs[3:]) if need))
-    given = zip(inputs[:5], options.needs, strict=True)
-    return Gradients(*(_like(next(found), x) if x is not None and need else None for x, need in given))
-
-
-def _like(gradient: Tensor, x: Tensor) -> Tensor:
-    if gradient.dim() == 0:
-        return gradient.to(x, copy=True).view(x.shape)
-    return gradient if gradient.dtype == x.dtype else gradient.to(x.dtype)
-
-
-def _finish_gradients(engine: Engine, factor: Tensor | float) -> Tensor:
-    """From sums of dlogits to gradients: those of features in place, those of scale and bias are returned."""
-    options, ranks = engine.options, engine.ranks
-    sums = _scalar_sums(engine)
-    # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
-    # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
-    averaged = options.reduction != "none" and options.grad_reduction == "mean"
-    coefficient = factor * (engine.scale * (ranks.size if averaged else 1))
-    for block in engine.needing:
-        assert block.grad is not None
-        if block.inverse_norm is not None:
-            _backward_of_normalization(block)
-        block.grad.mul_(coefficient)
-    return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
-
-
-def _scalar_sums(engine: Engine) -> Tensor:
-    """sum(dlogits * x.y) and sum(dlogits), where the scale and the bias need them."""
-    needs = engine.handshake.needs
-    if not (needs.scale or needs.bias):
-        return torch.zeros(2, dtype=torch.float64, device=engine.layout.device)
-    if engine.sum_for_scale or not needs.scale:
-        return engine.backend.scalar_sums
-    scale_sum = _scale_sum(engine)
-    return torch.stack([scale_sum, engine.backend.scalar_sums[1]]) if needs.bias else scale_sum[None]
-
-
-def _scale_sum(engine: Engine) -> Tensor:
-    """sum(dlogits * x.y) = sum(x.A) over either side; a symmetric loss has it twice."""
-    layout = engine.layout
-    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
-    sums = [torch.zeros((), dtype=torch.float64, device=layout.device)]
-    for strip in (strip for block in side for strip in block.strips(strip_height(block.features))):
-        assert strip.grad is not None
-        buffer = workspace.buffer("products", strip.grad.numel(), layout.dtype, layout.device)
-        product = torch.mul(_as_multiplied(strip), strip.grad, out=shaped(buffer, (len(strip), layout.width)))
-        sums.append(product.sum(1).sum(dtype=torch.float64))
-    total = sums[1] if len(sums) == 2 else torch.stack(sums).sum()
-    return total / 2 if engine.spec.symmetric else total
-
-
-def _backward_of_normalization(block: Block) -> None:
-    for strip in block.strips(strip_height(block.features)):
-        assert strip.grad is not None
-        assert strip.inverse_norm is not None
-        x = _as_multiplied(strip)
-        along = torch.linalg.vecdot(x, strip.grad)[:, None]
-        # A length that was clamped is a constant.
-        along.masked_fill_(strip.inverse_norm[:, None] >= LARGEST_INVERSE_NORM, 0.0)
-        strip.grad.addcmul_(x, along, value=-1).mul_(strip.inverse_norm[:, None])
-
-
-def _as_multiplied(block: Block) -> Tensor:
-    assert block.grad is not None
-    features = block.features.to(block.grad.dtype)
-    return features if block.inverse_norm is None else features * block.inverse_norm[:, None]
-
-
-# ---- from the losses of rows to the value
-
-
-def _reduce(engine: Engine, state: State) -> tuple[Tensor, Tensor | None, Tensor | float] | None:
-    """The value, the statistics, and what the mean divides by. None where a sum of exponentials has underflowed."""
-    spec, options, layout = engine.spec, engine.options, engine.layout
-    num_rows = sum(map(len, layout.rows))
-    rows = state if spec.symmetric or spec.column_loss else state.slice(0, num_rows)
-    losses = rows.losses(spec)
-    if spec.column_loss and engine.inputs.weight is None and options.reduction != "none":
-        sums = [losses.sum() / 2]
-    else:
-        if spec.column_loss:
-            losses = (losses[:num_rows] + losses[num_rows:]) / 2
-        if engine.inputs.weight is not None:
-            losses = losses * engine.weights(layout.rows)
-        sums = [losses.sum()]
-    if engine.shift > 0:
-        sums.append((rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64))
-    if not spec.has_targets:
-        sums.append(rows.where_positives(spec, engine.weights(layout.rows)).sum())
-    if options.return_stats:
-        columns = state if spec.symmetric else state.slice(num_rows, None)
-        sums += _statistics(engine, state if spec.symmetric else state.slice(0, num_rows), columns)
-    if len(sums) > 1 or options.group:
-        sums = list(engine.ranks.all_sum(torch.stack(sums)).unbind())
-    if engine.shift > 0 and sums.pop(1).item():
-        return None
-    denominator: Tensor | float = engine.handshake.weight_sum * len(layout.rows)
-    if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
-        denominator = torch.where(sums[1] == 0, 1.0, sums[1])
-    mean = sums[0] / denominator
-    value = {"mean": mean, "sum": sums[0], "none": losses}[options.reduction].to(layout.dtype)
-    if not options.return_stats:
-        return value, None, denominator
-    means = torch.stack(sums[-NUM_SUMS:]) / denominator
-    return value, torch.cat([mean[None], means[3:].mean()[None], means]), denominator
-
-
-def _statistics(engine: Engine, rows: State, columns: State) -> list[Tensor]:
-    """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
-    spec = engine.spec
-    weight = rows.where_positives(spec, engine.weights(engine.layout.rows))
-    sides = [rows, columns] if spec.column_loss or spec.epilogue == "sigmoid" else [rows]
-    losses = [side.losses(spec) for side in sides]
-    # Equal columns of different tiles may differ by a rounding or two: they still tie.
-    slack = 4 * torch.finfo(engine.layout.dtype).eps
-    right = [side["top_positive"] >= side["top"] - slack * side["top"].abs() for side in sides]
-    return [
-        (weight * values).sum() for values in (rows.positive_logits(spec), losses[0], losses[-1], right[0], right[-1])
-    ]
+    scalars = finish_gradients(call, factor)
+    features = [block.grad for block in call.needing if block.grad is not None]
+    return as_inputs(inputs, options, features, scalars)

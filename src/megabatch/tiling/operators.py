@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ..losses.state import state_fields
 from . import engine
+from .gradients import Gradients
 from .options import LossInputs, LossOptions, compute_dtype
-from .saved import Gradients, SavedNumbers, SavedTensors
+from .reduce import NUM_STATS
+from .saved import SavedNumbers, SavedTensors
 
 # Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
 with torch.inference_mode(False):  # whatever mode the import happens in
@@ -71,7 +73,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
             refuse: Any = _Refuse.apply
-            gradients = Gradients(*(None if g is None else refuse(g, *leaves) for g in gradients))
+            gradients = tuple(None if g is None else refuse(g, *leaves) for g in gradients)
         return *gradients, *nothing[len(gradients) :]
 
 
@@ -110,7 +112,7 @@ def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments
     with _without_autocast(arguments[0]):
         value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
-    stats = value.new_zeros(engine.NUM_STATS, dtype=torch.float64) if stats is None else stats
+    stats = value.new_zeros(NUM_STATS, dtype=torch.float64) if stats is None else stats
     return value, stats, *saved, numbers.pack()
 
 
@@ -126,7 +128,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     double = torch.float64
     return (
         rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=compute_dtype(rows)),
-        rows.new_empty(engine.NUM_STATS, dtype=double),
+        rows.new_empty(NUM_STATS, dtype=double),
         rows.new_empty((num_fields, num_rows + num_columns + num_negatives), dtype=double),
         rows.new_empty(context.new_dynamic_size(), dtype=compute_dtype(rows)),
         rows.new_empty(context.new_dynamic_size(), dtype=double),
@@ -154,7 +156,7 @@ def contrast_backward(*arguments: Any) -> tuple[Tensor, ...]:
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments[_NUM_SAVED + 2 :]
     given = zip(tensors[:5], LossOptions.decode(code).needs, strict=True)
-    gradients = Gradients(*(x.new_empty(x.shape) if x is not None and need else None for x, need in given))
+    gradients = tuple(x.new_empty(x.shape) if x is not None and need else None for x, need in given)
     return _without_none(gradients, arguments[0])
 
 

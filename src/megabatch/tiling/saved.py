@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward, and what the backward returns."""
+"""What a forward leaves for its backward."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,6 @@ from torch import Tensor
 
 from .handshake import Handshake
 from .plan import Plan
-
-
-class Gradients(NamedTuple):
-    """One for every differentiable input; None where none is needed."""
-
-    rows: Tensor | None
-    columns: Tensor | None
-    negatives: Tensor | None
-    scale: Tensor | None
-    bias: Tensor | None
 
 
 class SavedTensors(NamedTuple):

@@ -1,0 +1,170 @@
+"""Call: everything that is decided about a forward or a backward before its first tile."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ..backends.backend import Backend, float32_precision
+from ..losses.block import Block, Tile
+from ..losses.state import State, state_fields
+from .guards import Norms
+from .handshake import Handshake
+from .layout import Layout
+from .options import LossInputs, LossOptions
+from .plan import Plan, Sizes, make_plan
+
+
+class Call:
+    """One forward or backward: where its rows are, the plan for its tiles, and the backend that computes them."""
+
+    def __init__(
+        self,
+        inputs: LossInputs,
+        options: LossOptions,
+        norms: Norms,
+        handshake: Handshake,
+        plan: Plan | None = None,
+        shift: float | None = None,
+    ) -> None:
+        """A backward comes with plan and shift of its forward: made anew they might differ."""
+        self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
+        self.ranks, self.scale = handshake.ranks, handshake.scale
+        self.layout = Layout(inputs, self.spec, norms, self.ranks, handshake.infos, overlap=options.overlap)
+        self.layout.gathers = self._gathers()
+        operand_dtype = self._operand_dtype()
+        self.sum_for_scale = self._sum_for_scale(operand_dtype)
+        self.shift = self.layout.shift = self._common_shift() if shift is None else shift
+        self.plan = plan or self._make_plan(operand_dtype)
+        self.backend: Backend = handshake.backend(
+            self.spec,
+            self.scale,
+            handshake.bias,
+            self.layout.dtype,
+            self.layout.device,
+            operand_dtype=operand_dtype,
+            stats=options.return_stats,
+            sum_for_scale=self.sum_for_scale,
+            sum_for_bias=handshake.needs.bias,
+            one_pass=self.plan.one_pass,
+            shift=self.shift,
+        )
+
+    # ---- decisions
+
+    def _operand_dtype(self) -> torch.dtype | None:
+        """What products multiply, where that is not what they are summed in: bf16 or fp16."""
+        half = self.handshake.backend.multiplies_half(self.layout.device, bool(self.options.normalize))
+        if not half or self.layout.dtype == torch.float64:
+            return None
+        if self.options.autocast_dtype:
+            dtype: torch.dtype = getattr(torch, self.options.autocast_dtype)
+            return dtype
+        return None if self.inputs.rows.dtype == torch.float32 else self.inputs.rows.dtype
+
+    def _sum_for_scale(self, operand_dtype: torch.dtype | None) -> bool:
+        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
+        layout = self.layout
+        whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
+        exact = operand_dtype is None and float32_precision(layout.device) == "ieee"
+        return self.handshake.needs.scale and not (exact and whole)
+
+    def _common_shift(self) -> float:
+        """See Backend.common_shift. It follows from what all ranks know."""
+        if self.spec.epilogue == "sigmoid":
+            return 0.0
+        sides = self.layout.row_inputs, self.layout.column_inputs
+        x, y = (max(info.max_norms[index] for info in self.handshake.infos for index in side) for side in sides)
+        return self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
+
+    def _gathers(self) -> bool:
+        """Whether columns are exchanged all at once."""
+        if self.options.exchange != "auto" or self.ranks.size == 1:
+            return self.options.exchange == "gather"
+        infos = self.handshake.infos
+        features: int = max(getattr(torch, name).itemsize for info in infos for name in info.dtypes if name)
+        gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
+        budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
+        return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
+
+    def _make_plan(self, operand_dtype: torch.dtype | None) -> Plan:
+        """Or the same error on all ranks."""
+        layout, error = self.layout, None
+        operand = operand_dtype or layout.dtype
+        sizes = Sizes(
+            rows=tuple(map(len, layout.rows)),
+            columns=tuple(map(len, layout.columns)),
+            remote=tuple(layout.remote_lengths()),
+            width=layout.width,
+            element=layout.dtype.itemsize,
+            operand=operand.itemsize,
+            copied=layout.normalized or any(block.features.dtype != operand for block in layout.feature_blocks()),
+            sum_for_scale=self.sum_for_scale,
+            backend=self.handshake.backend,
+            threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
+        )
+        one_pass = any(self.options.needs) and self.options.reduction != "none" and self.ranks.size == 1
+        try:
+            plan = make_plan(self.options, sizes, one_pass)
+        except ValueError as refused:
+            error = refused.with_traceback(None)
+        self.handshake.agree_on_plan(error)
+        return plan
+
+    # ---- tiles and blocks
+
+    def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
+        return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
+
+    def tiles(
+        self, kept: Tensor, brought: tuple[str, ...] = (), collected: str = ""
+    ) -> Iterator[tuple[Tile, Tensor | None]]:
+        """Every tile, with its part of what is kept."""
+        size = self.plan.slot_size
+        for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
+            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
+
+    @cached_property
+    def needing(self) -> list[Block]:
+        """The blocks whose features need a gradient."""
+        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
+
+    @cached_property
+    def row_weight(self) -> Tensor:
+        """The weight of every row of one input."""
+        weight, rows = self.inputs.weight, self.inputs.rows
+        return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
+
+    def weights(self, side: list[Block]) -> Tensor:
+        """The weight of every row of a side that has losses."""
+        return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
+
+    def attach_state(self, table: Tensor | None = None) -> State:
+        """Give every block its part of the statistics, by default of no columns."""
+        names = state_fields(self.spec, self.options.return_stats)
+        blocks = self.layout.feature_blocks()
+        if table is None:
+            shape = len(names), sum(map(len, blocks))
+            state = State(names, torch.empty(shape, dtype=torch.float64, device=self.layout.device)).reset(self.shift)
+        else:
+            state = State(names, table)
+        start = 0
+        for block in blocks:
+            block.state = state if len(blocks) == 1 else state.slice(start, start + len(block))
+            start += len(block)
+        return state
+
+    def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
+        """d objective / d (loss of every row), up to a factor common to all."""
+        row_grad, largest = self.weights(side), self.handshake.largest_row_grad
+        if not self.spec.has_targets:
+            row_grad = torch.cat([block.state.where_positives(self.spec, self.row_weight) for block in side])
+        if upstream is not None:
+            row_grad = row_grad * upstream
+        if largest != 1:
+            row_grad = row_grad / largest
+        for block, part in zip(side, torch.split(row_grad, list(map(len, side))), strict=True):
+            block.row_grad = part
+            block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets

@@ -1,0 +1,78 @@
+"""From the sums over tiles to the gradients of the inputs.
+
+Letters: x the features of a row as products multiply them; A the sum over its columns of dlogits * column, so that
+d loss / d x = factor * scale * A, with one factor for all rows.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..backends import workspace
+from ..backends.backend import shaped
+from ..losses.block import Block
+from .call import Call
+from .guards import LARGEST_INVERSE_NORM, strip_height
+from .options import LossInputs, LossOptions
+from .saved import SavedTensors
+
+Gradients = tuple[Tensor | None, ...]  # of LossInputs[:5]; None where none is needed
+
+
+def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
+    """From A to the gradients of features, in place; those of scale and bias are returned."""
+    options, ranks, layout = call.options, call.ranks, call.layout
+    # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
+    # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
+    averaged = options.reduction != "none" and options.grad_reduction == "mean"
+    coefficient = factor * (call.scale * (ranks.size if averaged else 1))
+    sums = call.backend.scalar_sums  # of dlogits * x.y, and of dlogits
+    # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
+    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
+    summed = side if call.handshake.needs.scale and not call.sum_for_scale else []
+    for block in call.needing:
+        is_summed = any(block is other for other in summed)
+        for strip in block.strips(strip_height(block.features)):
+            assert strip.grad is not None
+            if is_summed or strip.inverse_norm is not None:
+                along = _backward_of_normalization(strip, strip.grad)
+            if is_summed:
+                sums[0].add_(along.sum(dtype=torch.float64), alpha=0.5 if call.spec.symmetric else 1.0)
+            strip.grad.mul_(coefficient)
+    return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
+
+
+def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
+    """Where rows were normalised, takes the part of A along x out of it. Returns x.A of every row."""
+    x, inverse = block.features.to(grad.dtype), block.inverse_norm
+    if inverse is not None:
+        x = x * inverse[:, None]
+    buffer = workspace.buffer("products", grad.numel(), grad.dtype, grad.device)
+    along = torch.mul(x, grad, out=shaped(buffer, (len(grad), grad.shape[1]))).sum(1)
+    if inverse is not None:
+        # A length that was clamped is a constant.
+        part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
+        grad.addcmul_(x, part[:, None], value=-1).mul_(inverse[:, None])
+    return along
+
+
+def rescaled(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors) -> Gradients:
+    """The forward's gradients times what the caller makes of the loss."""
+    needed = [x for x, need in zip(inputs.features, options.needs, strict=False) if x is not None and need]
+    parts = torch.split(saved.kept, [x.numel() for x in needed])
+    upstream = upstream.to(saved.kept.dtype)
+    features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
+    return as_inputs(inputs, options, features, saved.scalars * upstream)
+
+
+def as_inputs(inputs: LossInputs, options: LossOptions, features: Iterable[Tensor], scalars: Tensor) -> Gradients:
+    """One rounding to the dtype of each input; no two of them share memory."""
+    found, needs = iter(features), options.needs
+    gradients: list[Tensor | None] = [
+        next(found).to(x.dtype) if x is not None and need else None
+        for x, need in zip(inputs.features, needs, strict=False)
+    ]
+    for index, (x, need) in enumerate(((inputs.scale, needs.scale), (inputs.bias, needs.bias))):
+        gradients.append(scalars[index].to(x, copy=True).view(x.shape) if x is not None and need else None)
+    return tuple(gradients)
