@@ -154,10 +154,10 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def limit_kept(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     def make_plan(options: LossOptions, sizes: Sizes, may_be_one_pass: bool) -> Plan:
         plan = original(options, sizes, False)
-        return replace(plan, kept=min(plan.kept, most))
+        return plan._replace(kept=min(plan.kept, most))
 
     original = call.make_plan
-    monkeypatch.setattr(engine, "make_plan", make_plan)
+    monkeypatch.setattr(call, "make_plan", make_plan)
 
 
 @contextmanager

@@ -352,7 +352,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bench]:
     monkeypatch.setattr(triton_settings, "variants", lambda settings: CANDIDATES)
     monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
     make_plan = call.make_plan
-    monkeypatch.setattr(engine, "make_plan", lambda *how: replace(make_plan(*how), kept=0, one_pass=False))
+    monkeypatch.setattr(call, "make_plan", lambda *how: make_plan(*how)._replace(kept=0, one_pass=False))
     triton_backend._tuning.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(AUTOTUNE, raising=False)

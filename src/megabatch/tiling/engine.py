@@ -23,42 +23,30 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         error = raised.with_traceback(None)
     handshake = Handshake(inputs, options, norms, error)
     call = Call(inputs, options, norms, handshake)
-    result = _forward(call)
-    if result is None:
-        call = Call(inputs, options, norms, handshake, call.plan, shift=OWN_MAX)
-        result = _forward(call)
-    assert result is not None
-    numbers = SavedNumbers(
-        call.plan,
-        call.shift,
-        call.ranks.num_handshakes,
-        any(handshake.needs),
-        None if options.group else handshake,  # a group must not live as long as the loss
-    )
-    return *result, numbers
-
-
-def _forward(call: Call) -> tuple[Tensor, Tensor | None, SavedTensors] | None:
-    """None if the shift that all logits have in common was too much for one of the rows."""
-    layout, spec, plan = call.layout, call.spec, call.plan
-    state = call.attach_state()
-    if plan.one_pass:
-        kept, scalars = _one_pass(call)
-    else:
-        kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
-        # What other ranks add up for this rank's columns: their state, where columns have one.
-        collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and call.options.return_stats) else ""
-        for tile, slot in call.tiles(kept, collected=collected):
-            call.backend.accumulate_statistics(tile, slot)
-    reduced = reduce_losses(call, state)
-    if reduced is None:
-        return None
-    value, stats, denominator = reduced
+    plan, spec, layout = call.plan, call.spec, call.layout
+    # What other ranks add up for this rank's columns: their state, where columns have one.
+    collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
+    result = None
+    while result is None:
+        state = call.attach_state()
+        if plan.one_pass:
+            kept, scalars = _one_pass(call)
+        else:
+            kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
+            for tile, slot in call.tiles(kept, collected=collected):
+                call.backend.accumulate_statistics(tile, slot)
+        result = reduce_losses(call, state)
+        if result is None:  # one shift for all logits was too much for one of the rows
+            call = Call(inputs, options, norms, handshake, plan, shift=OWN_MAX)
+    value, stats, denominator = result
     if not plan.one_pass:
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
         if not spec.has_targets:
             state.fill_empty_rows()
-    return value, stats, SavedTensors(state.table, kept, scalars)
+    # A group must not live as long as the loss.
+    alone = None if options.group else handshake
+    numbers = SavedNumbers(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), alone)
+    return value, stats, SavedTensors(state.table, kept, scalars), numbers
 
 
 def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
