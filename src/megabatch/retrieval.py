@@ -137,7 +137,7 @@ def _exclude(tile: Tile, scores: Tensor) -> None:
     if tile.rows.ids is not None and tile.columns.ids is not None:
         scores.masked_fill_(tile.rows.ids[:, None] == tile.columns.ids, -torch.inf)
     elif isinstance(tile.targets, IndexedTargets):
-        tile.targets.subtract(scores, torch.full_like(scores[:, 0], torch.inf))
+        tile.targets.put(scores, torch.full_like(scores[:, 0], -torch.inf))
 
 
 def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int) -> None:

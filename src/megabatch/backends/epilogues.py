@@ -56,7 +56,7 @@ class _Epilogue:
         """The largest logit of every row (or column), and of its positives."""
         positives = self.buffer("scratch", tile.shape).fill_(-math.inf)
         if tile.targets is not None:
-            tile.targets.copy(logits, positives)
+            tile.targets.put(positives, tile.targets.of(logits))
         mask = self.positive_mask(id_mask)
         if mask is not None:
             torch.where(mask, logits, positives, out=positives)
@@ -150,7 +150,7 @@ class Softmax(_Epilogue):
             share = tile.targets.of_side("rows", shares[0])
             if len(shares) == 2:
                 share = share + tile.targets.of_side("columns", shares[1])
-            tile.targets.subtract(dlogits, share)
+            tile.targets.put(dlogits, tile.targets.of(dlogits) - share)
         if mask is not None or smoothing:
             spare = self.buffer("spare", tile.shape)
         if mask is not None:
@@ -195,7 +195,7 @@ class Sigmoid(_Epilogue):
 
     def _negate_positives(self, tile: Tile, values: Tensor, id_mask: Tensor | None) -> None:
         if tile.targets is not None:
-            tile.targets.negate(values)
+            tile.targets.put(values, -tile.targets.of(values))
         mask = self.positive_mask(id_mask)
         if mask is not None:
             torch.where(mask, torch.neg(values, out=self.buffer("spare", tile.shape)), values, out=values)

@@ -89,59 +89,46 @@ class Block:
 class ConsecutiveTargets:
     """Positives of consecutive rows in consecutive columns of a tile: one of its diagonals."""
 
-    def __init__(self, offset: int, rows: slice, columns: slice, shape: tuple[int, int]) -> None:
+    def __init__(self, offset: int, rows: slice, columns: slice) -> None:
         self._offset = offset
         self._spans = {"rows": rows, "columns": columns}
-        self._is_whole = {"rows": rows == slice(0, shape[0]), "columns": columns == slice(0, shape[1])}
 
     def of(self, values: Tensor) -> Tensor:
         """The values at the positives."""
         return values.diagonal(self._offset)
 
+    def put(self, values: Tensor, new: Tensor | bool) -> None:
+        """Write `new` where the positives are."""
+        self.of(values)[:] = new
+
     def of_side(self, side: str, vector: Tensor) -> Tensor:
         """For every positive, the entry of its row, or of its column."""
-        return vector if self._is_whole[side] else vector[self._spans[side]]
+        return vector[self._spans[side]]
 
     def add_to_side(self, side: str, vector: Tensor, amount: Tensor | float) -> None:
         self.of_side(side, vector).add_(amount)
-
-    def subtract(self, values: Tensor, amount: Tensor) -> None:
-        self.of(values).sub_(amount)
-
-    def negate(self, values: Tensor) -> None:
-        self.of(values).neg_()
-
-    def copy(self, source: Tensor, values: Tensor) -> None:
-        self.of(values).copy_(self.of(source))
 
 
 class IndexedTargets:
     """Positives anywhere: for every row a column, and whether it lies in this tile. The host reads nothing."""
 
     def __init__(self, column: Tensor, num_columns: int) -> None:
-        self.here = (column >= 0) & (column < num_columns)
-        self.column = column.clamp(0, num_columns - 1)[:, None]
+        self._here = (column >= 0) & (column < num_columns)
+        self._column = column.clamp(0, num_columns - 1)[:, None]
 
     def of(self, values: Tensor) -> Tensor:
-        return values.gather(1, self.column)[:, 0]
+        return values.gather(1, self._column)[:, 0]
+
+    def put(self, values: Tensor, new: Tensor | bool) -> None:
+        new = torch.where(self._here, new, self.of(values)).to(values.dtype)
+        values.scatter_(1, self._column, new[:, None])
 
     def of_side(self, side: str, vector: Tensor) -> Tensor:
-        return vector if side == "rows" else vector[self.column[:, 0]]
+        return vector if side == "rows" else vector[self._column[:, 0]]
 
     def add_to_side(self, side: str, vector: Tensor, amount: Tensor | float) -> None:
-        amount = torch.where(self.here, amount, 0.0).to(vector.dtype)
-        vector.add_(amount) if side == "rows" else vector.index_add_(0, self.column[:, 0], amount)
-
-    def subtract(self, values: Tensor, amount: Tensor) -> None:
-        values.scatter_add_(1, self.column, torch.where(self.here, -amount, 0.0).to(values.dtype)[:, None])
-
-    def negate(self, values: Tensor) -> None:
-        found = self.of(values)
-        values.scatter_(1, self.column, torch.where(self.here, -found, found)[:, None])
-
-    def copy(self, source: Tensor, values: Tensor) -> None:
-        found = torch.where(self.here, self.of(source), self.of(values))
-        values.scatter_(1, self.column, found[:, None])
+        amount = torch.where(self._here, amount, 0.0).to(vector.dtype)
+        vector.add_(amount) if side == "rows" else vector.index_add_(0, self._column[:, 0], amount)
 
 
 @dataclass
@@ -171,7 +158,7 @@ class Tile:
         start, stop = max(0, -first), min(len(self.rows), len(self.columns) - first)
         if start >= stop:
             return None
-        return ConsecutiveTargets(first, slice(start, stop), slice(start + first, stop + first), self.shape)
+        return ConsecutiveTargets(first, slice(start, stop), slice(start + first, stop + first))
 
     def id_mask(self) -> Tensor | None:
         """The pairs whose ids are equal, apart from targets and self; None where there are none."""
@@ -179,11 +166,8 @@ class Tile:
         if row_ids is None or column_ids is None or not self._ids_meet():
             return None
         mask = row_ids[:, None] == column_ids[None, :]
-        if isinstance(self.targets, ConsecutiveTargets):
-            self.targets.of(mask).fill_(False)
-        elif self.targets is not None:
-            column, here = self.targets.column, self.targets.here[:, None]
-            mask.scatter_(1, column, mask.gather(1, column) & ~here)
+        if self.targets is not None:
+            self.targets.put(mask, False)
         if self.is_diagonal:
             mask.fill_diagonal_(False)
         return mask if bool(mask.any()) else None

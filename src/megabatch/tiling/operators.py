@@ -22,7 +22,7 @@ from .saved import SavedNumbers, SavedTensors
 with torch.inference_mode(False):  # whatever mode the import happens in
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
-_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields)
+_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields) + 1
 
 
 def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
@@ -61,14 +61,14 @@ class _ContrastiveLoss(torch.autograd.Function):
         return value, stats, ctx.numbers.joins_backward
 
     @staticmethod
-    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstreams: Tensor | None) -> Gradients:
         upstream, nothing = upstreams[0], (None,) * (_NUM_INPUTS + 2)
         if upstream is None:
             return nothing
         tensors = ctx.saved_tensors
         inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), SavedTensors(*tensors[_NUM_INPUTS:])
         creates_graph = torch.is_grad_enabled()
-        with torch.no_grad() if creates_graph else nullcontext(), _without_autocast(upstream):
+        with torch.no_grad(), _without_autocast(upstream):
             gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
         if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
@@ -120,19 +120,18 @@ def contrast(*arguments: Any) -> tuple[Tensor, ...]:
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, code = arguments
     inputs, options = LossInputs(*tensors), LossOptions.decode(code)
-    rows, spec = inputs.rows, options.spec
-    num_rows, num_columns, num_negatives = (0 if x is None else x.shape[0] for x in inputs.features)
-    num_fields = len(state_fields(spec, options.return_stats))
-    num_losses = num_rows + num_columns if spec.symmetric else num_rows
-    context = torch.library.get_ctx()
-    double = torch.float64
+    lengths = [0 if x is None else x.shape[0] for x in inputs.features]
+    num_losses = sum(lengths[:2]) if options.spec.symmetric else lengths[0]
+    num_fields = len(state_fields(options.spec, options.return_stats))
+    dynamic = torch.library.get_ctx().new_dynamic_size
+    dtype, double, rows = compute_dtype(inputs.rows), torch.float64, inputs.rows
     return (
-        rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=compute_dtype(rows)),
+        rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=dtype),
         rows.new_empty(NUM_STATS, dtype=double),
-        rows.new_empty((num_fields, num_rows + num_columns + num_negatives), dtype=double),
-        rows.new_empty(context.new_dynamic_size(), dtype=compute_dtype(rows)),
-        rows.new_empty(context.new_dynamic_size(), dtype=double),
-        rows.new_empty(context.new_dynamic_size(), dtype=double, device="cpu"),
+        rows.new_empty((num_fields, sum(lengths)), dtype=double),
+        rows.new_empty(dynamic(), dtype=dtype),
+        rows.new_empty(dynamic(), dtype=double),
+        rows.new_empty(dynamic(), dtype=double, device="cpu"),
     )
 
 
@@ -141,48 +140,40 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     mutates_args=(),
     schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def contrast_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""
-    upstream, *saved, numbers = arguments[: _NUM_SAVED + 2]
-    *tensors, _, code = arguments[_NUM_SAVED + 2 :]
+    *saved, numbers = arguments[:_NUM_SAVED]
+    *tensors, _, code = arguments[_NUM_SAVED:]
+    inputs, options = LossInputs(*tensors), LossOptions.decode(code)
     with _without_autocast(upstream):
-        gradients = engine.backward(
-            LossInputs(*tensors), LossOptions.decode(code), upstream, SavedTensors(*saved), SavedNumbers.unpack(numbers)
-        )
-    return _without_none(gradients, upstream)
+        gradients = engine.backward(inputs, options, upstream, SavedTensors(*saved), SavedNumbers.unpack(numbers))
+    return *(upstream.new_empty(0) if g is None else g for g in gradients), torch.zeros((), device="cpu")
 
 
 @contrast_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, _, code = arguments[_NUM_SAVED + 2 :]
-    given = zip(tensors[:5], LossOptions.decode(code).needs, strict=True)
-    gradients = tuple(x.new_empty(x.shape) if x is not None and need else None for x, need in given)
-    return _without_none(gradients, arguments[0])
-
-
-def _without_none(gradients: Gradients, like: Tensor) -> tuple[Tensor, ...]:
-    """Operators cannot return None: empty tensors in its place."""
-    return *(like.new_empty(0) if g is None else g for g in gradients), like.new_zeros(
-        (), dtype=torch.float32, device="cpu"
-    )
+def _(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, _, code = arguments[_NUM_SAVED:]
+    needed = zip(tensors, LossOptions.decode(code).needs, strict=False)
+    gradients = (x.new_empty(x.shape) if x is not None and need else upstream.new_empty(0) for x, need in needed)
+    return *gradients, torch.zeros((), device="cpu")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.code = inputs
     _, stats, *saved = output
-    ctx.has_anchor = tensors[-1] is not None
     ctx.save_for_backward(*saved, *tensors)
     ctx.mark_non_differentiable(stats, *saved)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, upstream: Tensor | None, *_: None) -> Gradients:
+    nothing = (None,) * (_NUM_INPUTS + 2)
     if upstream is None:
-        return (None,) * (_NUM_INPUTS + 2)
-    *gradients, anchor = contrast_backward(upstream, *ctx.saved_tensors, ctx.code)
-    needs = LossOptions.decode(ctx.code).needs
-    needed = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    return *needed, *[None] * (_NUM_INPUTS - len(needed)), anchor if ctx.has_anchor else None, None
+        return nothing
+    options, tensors = LossOptions.decode(ctx.code), ctx.saved_tensors
+    *gradients, anchor = contrast_backward(upstream, *tensors, ctx.code)
+    needed = [gradient if need else None for gradient, need in zip(gradients, options.needs, strict=True)]
+    return *needed, *nothing[len(needed) + 2 :], anchor if options.group else None, None
 
 
 contrast.register_autograd(_backward, setup_context=_setup_context)
