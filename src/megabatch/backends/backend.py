@@ -62,20 +62,20 @@ class Backend(ABC):
         self.operand_dtype = operand_dtype or dtype
         self.stats, self.one_pass, self.shift = stats, one_pass, shift
         self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
-        self._buffer = Buffers(dtype, device)
+        self._buffers: dict[str, Tensor] = {}
         self._loaded: dict[str, Block] = {}
 
     # ---- what it can do, and what it takes
 
     @staticmethod
-    @abstractmethod
     def suits(device: torch.device) -> bool:
         """Whether it is made for devices of this kind: "auto" asks no other."""
+        return True
 
     @staticmethod
-    @abstractmethod
     def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
         """Why this backend cannot run a call; none if it can."""
+        return []
 
     @staticmethod
     @abstractmethod
@@ -141,6 +141,13 @@ class Backend(ABC):
         multiply(dlogits, features, out=block.grad, alpha=1 / self.dlogits_scale, beta=beta)
         block.grad_is_empty = False
 
+    def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+        """Scratch memory of this call, by name."""
+        size = shape[0] * shape[1]
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = workspace.buffer(name, size, dtype or self.dtype, self.device)
+        return shaped(self._buffers[name], shape)
+
     def _operand(self, side: str, block: Block) -> Tensor:
         """The features as products multiply them: themselves where they can, else a copy in a shared buffer."""
         features = block.features
@@ -154,20 +161,6 @@ class Backend(ABC):
                 torch.mul(features, block.inverse_norm[:, None], out=copy)
             self._loaded[side] = block
         return copy
-
-
-class Buffers:
-    """The scratch memory of one call, by name."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._buffers: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-        size = shape[0] * shape[1]
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = workspace.buffer(name, size, dtype or self.dtype, self.device)
-        return shaped(self._buffers[name], shape)
 
 
 def shaped(buffer: Tensor, shape: tuple[int, int]) -> Tensor:

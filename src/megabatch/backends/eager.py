@@ -27,14 +27,6 @@ class Eager(Backend):
         self._epilogue = epilogue(self.spec, self.stats, self.shift, self._buffer)
 
     @staticmethod
-    def suits(device: torch.device) -> bool:
-        return True
-
-    @staticmethod
-    def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
-        return []
-
-    @staticmethod
     def multiplies_half(device: torch.device, normalize: bool) -> bool:
         return device.type != "cpu" and not normalize and supports_half_products(device)
 

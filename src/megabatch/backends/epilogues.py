@@ -5,6 +5,7 @@ all tiles. An epilogue works in place on S and on buffers of the same shape, in 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import OWN_MAX
-from .backend import Buffers
 
 # Between exp(-60) and exp(60) float32 sums of any length keep their digits.
 SAFE_LOGIT = 60.0
@@ -34,7 +34,7 @@ def common_shift(largest_logit: float) -> float:
 
 
 class _Epilogue:
-    def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Buffers) -> None:
+    def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Callable[[str, tuple[int, int]], Tensor]) -> None:
         self.spec, self.stats, self.shift, self.buffer = spec, stats, shift, buffer
 
     def id_mask(self, tile: Tile) -> Tensor | None:

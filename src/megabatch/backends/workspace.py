@@ -8,7 +8,6 @@ and given back. Accelerators have caching allocators of their own.
 import contextlib
 import mmap
 import threading
-import weakref
 
 import torch
 from torch import Tensor
@@ -16,30 +15,18 @@ from torch import Tensor
 LARGEST_CACHED = 16 * 2**20  # bytes
 SMALLEST_HUGE = 8 * 2**20
 
-
-class _Cache:
-    """The buffers of one thread."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-
-_local = threading.local()
-_caches: weakref.WeakSet[_Cache] = weakref.WeakSet()
+_cached: dict[tuple[int, str, torch.dtype], Tensor] = {}  # by thread, name and dtype
 
 
 def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """At least `size` elements of undefined content, the caller's until this thread asks for the same name again."""
     if device.type != "cpu" or size * dtype.itemsize > LARGEST_CACHED:
         return allocate(size, dtype, device)
-    if not hasattr(_local, "cache"):
-        _local.cache = _Cache()
-        _caches.add(_local.cache)
-    buffers: dict[tuple[str, torch.dtype], Tensor] = _local.cache.buffers
-    cached = buffers.get((name, dtype))
-    if cached is None or cached.numel() < size:
-        cached = buffers[name, dtype] = allocate(size, dtype, device)
-    return cached
+    key = threading.get_ident(), name, dtype
+    found = _cached.get(key)
+    if found is None or found.numel() < size:
+        found = _cached[key] = allocate(size, dtype, device)
+    return found
 
 
 def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -58,5 +45,4 @@ def empty_cache() -> None:
 
     Each thread that has called a loss keeps up to five buffers of at most 16 MiB. Calls that are running go on.
     """
-    for cache in list(_caches):
-        cache.buffers.clear()
+    _cached.clear()
