@@ -11,6 +11,8 @@ from torch.nn.functional import normalize
 
 import megabatch
 from megabatch import reference
+from megabatch.backends.epilogues import common_shift
+from megabatch.losses.state import OWN_MAX
 
 from .test_losses import LOSSES, gradients, make_inputs
 from .tolerance import HALVES, logit_error, slack
@@ -141,6 +143,31 @@ def test_rows_and_columns_far_below_their_tile(loss: str, gap: int, side: str, t
         columns[low, -1] = -float(gap)
     inputs = with_sides(loss, [rows, columns], 1.0)
     assert_close_to_exact(loss, inputs, tile=tile, memory_budget=budget)
+
+
+def around_one_direction(num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Two sides whose rows all point one way, but for one row of the first."""
+    rows, columns = normalize(torch.randn(1, width) + 0.05 * torch.randn(2, num_rows, width), dim=2).unbind()
+    rows[3].neg_()
+    return rows, columns
+
+
+@pytest.mark.parametrize("budget", [None, "4KiB"])
+@pytest.mark.parametrize("tile", [None, 16])
+@pytest.mark.parametrize("loss", ["clip_loss", "info_nce_loss", "nt_xent_loss"])
+def test_a_row_opposite_to_all_others_at_scale_100(loss: str, tile: int | None, budget: str | None) -> None:
+    """Its exponentials underflow with the one shift that all logits have in common up to this scale."""
+    budget = None if tile is None else budget
+    inputs = with_sides(loss, list(around_one_direction(40, 16)), 100.0)
+    assert_close_to_exact(loss, inputs, tile=tile, memory_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("logits", "shift"), [(0, 0), (60, 0), (60.5, 1), (100, 40), (101, OWN_MAX), (math.inf, OWN_MAX)]
+)
+def test_logits_up_to_100_have_one_shift_in_common(logits: float, shift: float) -> None:
+    assert common_shift(logits) == shift
+    assert common_shift(math.nan) == OWN_MAX
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -286,6 +313,8 @@ import torch
 from torch.nn.functional import normalize
 import megabatch
 from megabatch import reference
+from megabatch.backends.epilogues import common_shift
+from megabatch.losses.state import OWN_MAX
 
 assert torch.set_flush_denormal(True)
 torch.manual_seed(0)

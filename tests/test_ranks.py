@@ -660,16 +660,23 @@ def test_a_rank_without_extra_negatives_may_leave_them_out(pool: Pool, exchange:
 # ---- numbers
 
 
-def far_apart(case: Case) -> list[dict[str, Tensor]]:
-    """What the ranks bring, a thousand times larger on one than on another: logits from 0.02 to 5000."""
+def far_apart(case: Case, scale: float) -> list[dict[str, Tensor]]:
+    """What the ranks bring: a thousand times larger on one than on another, logits from 0.02 to 5000; or, at scale 100,
+    one row of one rank opposite to all others."""
     brought = shares(case)
     for share, length in zip(brought, (0.03, 30.0, 1.0), strict=True):
-        share |= {name: length * x for name, x in share.items() if x.dim() == 2}
+        share |= {name: length * x for name, x in share.items() if x.dim() == 2 and scale != 100}
+    if scale == 100:
+        for share in brought:
+            share |= {name: normalize(1 + 0.05 * x, dim=1) for name, x in share.items() if x.dim() == 2}
+        next(x for x in brought[1].values() if x.dim() == 2)[0].neg_()
     return brought
 
 
-def far_apart_on(rank: int, group: Any, case: Case) -> Answer:
-    inputs = leaves(far_apart(case)[rank] | scalars(case))
+def far_apart_on(rank: int, group: Any, case: Case, scale: float) -> Answer:
+    inputs = leaves(
+        far_apart(case, scale)[rank] | scalars(case) | {"logit_scale": torch.tensor([scale], dtype=torch.float64)}
+    )
     # Any strides will do, too.
     strided = {name: x.T.contiguous().T if x.dim() == 2 else x for name, x in inputs.items()}
     value = getattr(megabatch, case.loss)(**strided, group=group, normalize=False, **case.options)
@@ -677,14 +684,16 @@ def far_apart_on(rank: int, group: Any, case: Case) -> Answer:
     return Answer(value.detach(), {}, {name: x.grad for name, x in inputs.items() if x.requires_grad})
 
 
+@pytest.mark.parametrize("scale", [6.0, 100.0])
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_logits_of_any_size_meet_across_ranks(pool: Pool, loss: str, exchange: str) -> None:
+def test_logits_of_any_size_meet_across_ranks(pool: Pool, loss: str, exchange: str, scale: float) -> None:
     case = Case(loss, 3, options={"exchange": exchange, "tile": 2})
-    brought, numbers = [leaves(share) for share in far_apart(case)], leaves(scalars(case))
+    brought = [leaves(share) for share in far_apart(case, scale)]
+    numbers = leaves(scalars(case) | {"logit_scale": torch.tensor([scale], dtype=torch.float64)})
     value = getattr(reference, loss)(**together(brought), **numbers)
     value.backward()
-    for rank, answer in enumerate(pool.run(3, far_apart_on, case)):
+    for rank, answer in enumerate(pool.run(3, far_apart_on, case, scale)):
         torch.testing.assert_close(answer.value, value.detach())
         for name, grad in answer.grads.items():
             expected = numbers[name].grad if name in SCALARS else 3 * brought[rank][name].grad

@@ -176,8 +176,8 @@ class _Search:
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
         self.dtype = compute_dtype(query)
-        operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else None
-        self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, query.device, operand_dtype=operand)
+        operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else self.dtype
+        self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, operand, query.device)
 
     def connect(
         self,

@@ -4,7 +4,9 @@ Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,49 +23,40 @@ DEFAULT_BUDGET = 256 * MIB
 FLOAT16_DLOGITS_SCALE = 2.0**14
 
 
+@dataclass(eq=False)
 class Backend(ABC):
     """Computes the tiles of one call, whose logits are S = scale * x.y + bias.
 
     Attributes:
         default_budget: Bytes that a call may take if the caller names none; O(N) vectors come on top.
         useful_height: A strip of so many rows still multiplies at nearly full speed.
+        dtype: Of logits, dlogits and gradients: float32 or float64.
+        operand_dtype: Of what products multiply: the same, or bf16 or fp16.
+        stats: Collect what `return_stats` needs, too.
+        sum_for_scale, sum_for_bias: Sum dS * x.y, and dS, over all tiles: the gradients of scale and bias.
+        one_pass: Every tile's gradients follow its statistics at once.
+        shift: As `common_shift` chose it.
     """
 
-    name: str
-    useful_height: int
-    default_budget = DEFAULT_BUDGET
+    name: ClassVar[str]
+    useful_height: ClassVar[int]
+    default_budget: ClassVar[int] = DEFAULT_BUDGET
 
-    def __init__(
-        self,
-        spec: Spec,
-        scale: float,
-        bias: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        operand_dtype: torch.dtype | None = None,
-        stats: bool = False,
-        sum_for_scale: bool = False,
-        sum_for_bias: bool = False,
-        one_pass: bool = False,
-        shift: float = OWN_MAX,
-    ) -> None:
-        """
-        Args:
-            dtype: Of logits, dlogits and gradients: float32 or float64.
-            operand_dtype: Of what products multiply, where bf16 or fp16 is multiplied into float32.
-            stats: Collect what `return_stats` needs, too.
-            sum_for_scale, sum_for_bias: Sum dS * x.y, and dS, over all tiles: the gradients of scale and bias.
-            one_pass: Every tile's gradients follow its statistics at once.
-            shift: As `common_shift` chose it.
-        """
-        self.spec, self.scale, self.bias = spec, scale, bias
-        self.dtype, self.device = dtype, device
-        self.operand_dtype = operand_dtype or dtype
-        self.stats, self.one_pass, self.shift = stats, one_pass, shift
-        self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
+    spec: Spec
+    scale: float
+    bias: float
+    dtype: torch.dtype
+    operand_dtype: torch.dtype
+    device: torch.device
+    stats: bool = False
+    sum_for_scale: bool = False
+    sum_for_bias: bool = False
+    one_pass: bool = False
+    shift: float = OWN_MAX
+
+    def __post_init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._loaded: dict[str, Block] = {}
+        self._loaded: dict[str, Block] = {}  # by side: what its buffer holds a copy of
 
     # ---- what it can do, and what it takes
 

@@ -4,8 +4,6 @@ One product writes S into a buffer that all tiles share; the epilogue works on i
 the gradients of its rows and columns. As long as nothing is allocated, a tile costs what its products cost.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,8 @@ class Eager(Backend):
     name = "eager"
     useful_height = 128
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         epilogue = Softmax if self.spec.epilogue == "softmax" else Sigmoid
         self._epilogue = epilogue(self.spec, self.stats, self.shift, self._buffer)
 

@@ -43,8 +43,8 @@ class Call:
             self.scale,
             handshake.bias,
             self.layout.dtype,
+            operand_dtype,
             self.layout.device,
-            operand_dtype=operand_dtype,
             stats=options.return_stats,
             sum_for_scale=self.sum_for_scale,
             sum_for_bias=handshake.needs.bias,
@@ -54,21 +54,19 @@ class Call:
 
     # ---- decisions
 
-    def _operand_dtype(self) -> torch.dtype | None:
-        """What products multiply, where that is not what they are summed in: bf16 or fp16."""
+    def _operand_dtype(self) -> torch.dtype:
+        """What products multiply."""
         half = self.handshake.backend.multiplies_half(self.layout.device, bool(self.options.normalize))
         if not half or self.layout.dtype == torch.float64:
-            return None
-        if self.options.autocast_dtype:
-            dtype: torch.dtype = getattr(torch, self.options.autocast_dtype)
-            return dtype
-        return None if self.inputs.rows.dtype == torch.float32 else self.inputs.rows.dtype
+            return self.layout.dtype
+        autocast: torch.dtype | None = getattr(torch, self.options.autocast_dtype, None)
+        return autocast or self.inputs.rows.dtype
 
-    def _sum_for_scale(self, operand_dtype: torch.dtype | None) -> bool:
+    def _sum_for_scale(self, operand_dtype: torch.dtype) -> bool:
         """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
         layout = self.layout
         whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
-        exact = operand_dtype is None and float32_precision(layout.device) == "ieee"
+        exact = operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee"
         return self.handshake.needs.scale and not (exact and whole)
 
     def _common_shift(self) -> float:
@@ -89,18 +87,17 @@ class Call:
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
         return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
 
-    def _make_plan(self, operand_dtype: torch.dtype | None) -> Plan:
+    def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""
         layout, error = self.layout, None
-        operand = operand_dtype or layout.dtype
         sizes = Sizes(
             rows=tuple(map(len, layout.rows)),
             columns=tuple(map(len, layout.columns)),
             remote=tuple(layout.remote_lengths()),
             width=layout.width,
             element=layout.dtype.itemsize,
-            operand=operand.itemsize,
-            copied=layout.normalized or any(block.features.dtype != operand for block in layout.feature_blocks()),
+            operand=operand_dtype.itemsize,
+            copied=layout.normalized or any(block.features.dtype != operand_dtype for block in layout.feature_blocks()),
             sum_for_scale=self.sum_for_scale,
             backend=self.handshake.backend,
             threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
