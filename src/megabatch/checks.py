@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType, FrameType
 from typing import Any
@@ -25,6 +26,11 @@ from .keywords import ExecutionKeywords, Group, LeftOut, Scalar
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+_EXECUTION_WORDS = {
+    "exchange": ("auto", "ring", "gather"),
+    "overlap": (True, False),
+    "backend": ("auto", "eager", "triton"),
+}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _PACKAGES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
@@ -33,10 +39,13 @@ _WRAPPERS = tuple(f"{_PACKAGES[0]}{name}" for name in ("functional.", "modules."
 _WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
-def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) -> None:
-    # By type too: 1 is not True, and a tensor is no word at all.
-    if not any(type(value) is type(word) and value == word for word in words):
-        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
+def check_words(function: str, options: Mapping[str, Any], words: Mapping[str, tuple[object, ...]]) -> None:
+    """Each of the options that `words` lists must be one of them."""
+    for name, known in words.items():
+        value = options[name]
+        # By type too: 1 is not True, and a tensor is no word at all.
+        if not any(type(value) is type(word) and value == word for word in known):
+            raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 
 # ---- Tensors.
@@ -44,8 +53,9 @@ def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) 
 
 def check_features(function: str, **features: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
+    first_name, first = next(iter(features.items()))
     for name, value in features.items():
-        _check_dense(function, name, value)
+        check_dense(function, name, value)
         if value.dim() != 2:
             help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
@@ -60,8 +70,6 @@ def check_features(function: str, **features: Tensor) -> None:
             )
         if value.shape[1] == 0:
             raise ValueError(f"{function}: {name} must have at least one column, got shape {tuple(value.shape)}.")
-    (first_name, first), *others = features.items()
-    for name, value in others:
         if value.shape[1] != first.shape[1]:
             raise ValueError(
                 f"{function}: {first_name} and {name} must have the same width, got {first.shape[1]} and "
@@ -77,20 +85,16 @@ def check_features(function: str, **features: Tensor) -> None:
                 f"{function}: {first_name} and {name} must have the same dtype, got {first.dtype} and {value.dtype}. "
                 "Convert one, or run under torch.autocast."
             )
-    if first.device.type == "meta":
+    if first.is_meta:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
 
 
-def _check_dense(function: str, name: str, value: object) -> None:
+def check_dense(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         convert = {"ndarray": "torch.from_numpy", "list": "torch.as_tensor", "tuple": "torch.as_tensor"}.get(kind)
         help = f" Use {convert}({name})." if convert else ""
         raise TypeError(f"{function}: {name} must be a tensor, got {kind}.{help}")
-    check_layout(function, name, value)
-
-
-def check_layout(function: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"{value.layout}"
         raise TypeError(f"{function}: {name} must be a dense tensor, got {kind}. Make it dense first.")
@@ -101,34 +105,26 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def check_pairs(function: str, **features: Tensor) -> None:
-    """Features of as many rows: row i of one belongs with row i of the other."""
-    check_features(function, **features)
-    (first_name, first), (name, second) = features.items()
-    if len(first) != len(second):
-        raise ValueError(
-            f"{function}: {first_name} and {name} must have the same number of rows, because row i of one belongs with "
-            f"row i of the other; got {len(first)} and {len(second)}. Drop the ragged last batch in the loader, or "
-            "pass the pairs that exist."
-        )
+def check_not_empty(function: str, ranks: str, **features: Tensor) -> None:
+    for name, value in features.items():
+        if value.shape[0] == 0 and not ranks:
+            raise ValueError(
+                f"{function}: {name} must have at least one row, got shape {tuple(value.shape)}. Only a rank of a "
+                "group may bring none."
+            )
 
 
-def check_not_empty(function: str, name: str, features: Tensor) -> None:
-    if len(features) == 0:
-        raise ValueError(
-            f"{function}: {name} must have at least one row, got shape {tuple(features.shape)}. Only a rank of a group "
-            "may bring none."
-        )
-
-
-def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
+def check_vector(
+    function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool = True
+) -> Tensor | None:
     """None, or one number for every row of `rows`."""
     if value is None:
-        return
-    _check_dense(function, name, value)
-    if value.shape != (len(rows),):
+        return None
+    check_dense(function, name, value)
+    num_rows = rows.shape[0]
+    if value.shape != (num_rows,):
         raise ValueError(
-            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
+            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({num_rows},), got "
             f"{tuple(value.shape)}."
         )
     kind, known, convert = (
@@ -143,11 +139,19 @@ def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, r
             f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
             "Move it with .to()."
         )
+    return value
+
+
+def check_weight(function: str, weight: Tensor | None, rows_of: str, rows: Tensor) -> Tensor | None:
+    check_vector(function, "weight", weight, rows_of, rows, integers=False)
+    if weight is not None and weight.requires_grad:
+        raise ValueError(f"{function}: weight must not require grad, because it gets none. Pass weight.detach().")
+    return weight
 
 
 def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
     """One row of key per query, by default row i. `several` says what to do about several per query."""
-    if positives is None and len(key) < len(query):
+    if positives is None and key.shape[0] < query.shape[0]:
         raise ValueError(
             f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
             f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
@@ -157,7 +161,7 @@ def check_positives(function: str, positives: Tensor | None, query: Tensor, key:
             f"{function}: positives must have one entry for every row of query, shape ({len(query)},), got "
             f"{tuple(positives.shape)}. For several positives per query, {several}."
         )
-    check_vector(function, "positives", positives, "query", query, integers=True)
+    check_vector(function, "positives", positives, "query", query)
 
 
 def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
@@ -200,7 +204,7 @@ def as_scalar(function: str, name: str, value: Scalar) -> Tensor:
             )
         if value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{function}: {name} must be a real number, got {value.dtype}. Convert it with .float().")
-        if value.device.type == "meta":
+        if value.is_meta:
             raise ValueError(f"{function}: {name} must hold data, got a tensor on the meta device.")
         return value if value.is_floating_point() else value.double()
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -220,7 +224,7 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)
         # A scale that was computed, or has the shape of a parameter, is trained and may well fall below 1.
-        if _is_readable(logit_scale) and scale.is_leaf and scale.dim() == 0:
+        if scale.dim() == 0 and scale.is_leaf and _is_readable(logit_scale):
             warn_scale(function, _number(logit_scale), "logit_scale")
         return scale
     assert temperature is not None
@@ -297,13 +301,15 @@ def call_site() -> str:
 # ---- How a call is carried out.
 
 
-def check_execution_options(function: str, options: ExecutionKeywords) -> None:
-    check_word(function, "exchange", options["exchange"], ("auto", "ring", "gather"))
-    check_word(function, "overlap", options["overlap"], (True, False))
-    check_word(function, "backend", options["backend"], ("auto", "eager", "triton"))
+def check_execution(
+    function: str, options: ExecutionKeywords, square: bool = False
+) -> tuple[tuple[int, int] | None, int | None]:
+    """The tile and the budget, if the caller chose them."""
+    check_words(function, options, _EXECUTION_WORDS)
+    return parse_tile(function, options["tile"], square), parse_budget(function, options["memory_budget"])
 
 
-def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
+def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool) -> tuple[int, int] | None:
     if tile is None:
         return None
     sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
@@ -367,7 +373,7 @@ def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
 
 def autocast_dtype(features: Tensor) -> str:
     """Name of the dtype in which autocast multiplies float32 features; "" if it does not."""
-    if features.device.type == "cpu" or not _autocasts(features.device):
+    if features.is_cpu or not _autocasts(features.device):
         return ""
     return str(torch.get_autocast_dtype(features.device.type)).removeprefix("torch.")
 

@@ -12,15 +12,13 @@ from .backends import workspace
 from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
 from .checks import (
-    check_execution_options,
+    check_execution,
     check_features,
     check_not_empty,
     check_positives,
     check_vector,
-    check_word,
+    check_words,
     group_name,
-    parse_budget,
-    parse_tile,
 )
 from .distributed.ranks import Ranks, feature_facts, refuse_together
 from .keywords import LeftOut, SearchKeywords, complete, with_keywords
@@ -122,10 +120,10 @@ def _check_exclude(
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
-        check_vector(name, "exclude[0]", exclude[0], "query", query, integers=True)
-        check_vector(name, "exclude[1]", exclude[1], "key", key, integers=True)
+        check_vector(name, "exclude[0]", exclude[0], "query", query)
+        check_vector(name, "exclude[1]", exclude[1], "key", key)
         return None, exclude[0], exclude[1]
-    check_vector(name, "exclude", exclude, "query", query, integers=True)
+    check_vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
         check_indices(name, "exclude", exclude, len(key))
     return exclude, None, None
@@ -158,18 +156,15 @@ class _Search:
 
     def __init__(self, name: str, query: Tensor, key: Tensor, ranks: str, options: SearchKeywords) -> None:
         check_features(name, query=query, key=key)
-        if not ranks:
-            check_not_empty(name, "query", query)
-            check_not_empty(name, "key", key)
+        check_not_empty(name, ranks, query=query, key=key)
+        check_words(name, options, {"normalize": (True, False)})
+        self.tile, budget = check_execution(name, options)
         self.normalize = options["normalize"]
-        check_word(name, "normalize", self.normalize, (True, False))
-        check_execution_options(name, options)
         self.name, self.query, self.key, self.options = name, query, key, options
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
-        self.tile = parse_tile(name, options["tile"])
-        self.budget = parse_budget(name, options["memory_budget"]) or chosen.default_budget
+        self.budget = budget or chosen.default_budget
         norms = row_norms(query), row_norms(key)
         self.inverse = tuple(inverse_norms(x) for x in norms) if self.normalize else (None, None)
         self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_layout, have_tangents
+from ..checks import check_dense, have_tangents
 from .conditions import versions
 from .nested import Name, Names, Visit, holds_tensors, leaves_of, map_leaves
 
@@ -126,7 +126,7 @@ class Batch:
                     "backward. Use torch.autograd.grad."
                 )
             if isinstance(argument.value, Tensor):
-                check_layout("chunked", argument.path, argument.value)
+                check_dense("chunked", argument.path, argument.value)
                 argument.split = not kept and argument.value.dim() > 0
             if cut:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
