@@ -207,8 +207,7 @@ def test_features_must_hold_data(loss: str) -> None:
 @every_loss
 def test_an_empty_batch_is_refused_without_a_group(loss: str) -> None:
     empty = {name: x[:0] for name, x in good(loss).items() if isinstance(x, Tensor)}
-    said = "key" if loss == "info_nce_loss" else FIRST[loss]
-    said += " must have at least one row, got shape (0, 8). Only a rank of a group may bring none."
+    said = f"{FIRST[loss]} must have at least one row, got shape (0, 8). Only a rank of a group may bring none."
     assert_refused(loss, ValueError, said, **empty)
 
 

@@ -20,13 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .keywords import ExecutionKeywords, Group, LeftOut, Scalar
+from .keywords import Group, LeftOut, Scalar
 
 # K, M, G and T are powers of 1024, as in Slurm and Docker; with a B they are powers of 1000.
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
-_EXECUTION_WORDS = {
+_WORDS = {
+    "normalize": (True, False, None),
+    "same_ids": ("mask", "positive"),
+    "reduction": ("mean", "sum", "none"),
+    "return_stats": (True, False),
+    "grad_reduction": ("mean", "sum"),
     "exchange": ("auto", "ring", "gather"),
     "overlap": (True, False),
     "backend": ("auto", "eager", "triton"),
@@ -39,19 +44,10 @@ _WRAPPERS = tuple(f"{_PACKAGES[0]}{name}" for name in ("functional.", "modules."
 _WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
-def check_words(function: str, options: Mapping[str, Any], words: Mapping[str, tuple[object, ...]]) -> None:
-    """Each of the options that `words` lists must be one of them."""
-    for name, known in words.items():
-        value = options[name]
-        # By type too: 1 is not True, and a tensor is no word at all.
-        if not any(type(value) is type(word) and value == word for word in known):
-            raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-
-
 # ---- Tensors.
 
 
-def check_features(function: str, **features: Tensor) -> None:
+def check_features(function: str, ranks: str, **features: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
     first_name, first = next(iter(features.items()))
     for name, value in features.items():
@@ -70,6 +66,11 @@ def check_features(function: str, **features: Tensor) -> None:
             )
         if value.shape[1] == 0:
             raise ValueError(f"{function}: {name} must have at least one column, got shape {tuple(value.shape)}.")
+        if value.shape[0] == 0 and not ranks and name != "negatives":
+            raise ValueError(
+                f"{function}: {name} must have at least one row, got shape {tuple(value.shape)}. Only a rank of a "
+                "group may bring none."
+            )
         if value.shape[1] != first.shape[1]:
             raise ValueError(
                 f"{function}: {first_name} and {name} must have the same width, got {first.shape[1]} and "
@@ -105,19 +106,10 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def check_not_empty(function: str, ranks: str, **features: Tensor) -> None:
-    for name, value in features.items():
-        if value.shape[0] == 0 and not ranks:
-            raise ValueError(
-                f"{function}: {name} must have at least one row, got shape {tuple(value.shape)}. Only a rank of a "
-                "group may bring none."
-            )
-
-
 def check_vector(
-    function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool = True
+    function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool = True, several: str = ""
 ) -> Tensor | None:
-    """None, or one number for every row of `rows`."""
+    """None, or one number for every row of `rows`. `several` says what to do about several for every row."""
     if value is None:
         return None
     check_dense(function, name, value)
@@ -125,12 +117,11 @@ def check_vector(
     if value.shape != (num_rows,):
         raise ValueError(
             f"{function}: {name} must have one entry for every row of {rows_of}, shape ({num_rows},), got "
-            f"{tuple(value.shape)}."
+            f"{tuple(value.shape)}.{several if value.dim() == 2 else ''}"
         )
-    kind, known, convert = (
-        ("integers", _INTEGERS, "long") if integers else ("real numbers", _FLOATS + _INTEGERS, "float")
-    )
+    known = _INTEGERS if integers else _FLOATS + _INTEGERS
     if value.dtype not in known:
+        kind, convert = ("integers", "long") if integers else ("real numbers", "float")
         raise TypeError(
             f"{function}: {name} must be {kind} ({_one_of(known)}), got {value.dtype}. Convert it with .{convert}()."
         )
@@ -150,18 +141,14 @@ def check_weight(function: str, weight: Tensor | None, rows_of: str, rows: Tenso
 
 
 def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
-    """One row of key per query, by default row i. `several` says what to do about several per query."""
+    """One row of key per query, by default row i."""
     if positives is None and key.shape[0] < query.shape[0]:
         raise ValueError(
             f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
             f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
         )
-    if isinstance(positives, Tensor) and positives.dim() == 2:
-        raise ValueError(
-            f"{function}: positives must have one entry for every row of query, shape ({len(query)},), got "
-            f"{tuple(positives.shape)}. For several positives per query, {several}."
-        )
-    check_vector(function, "positives", positives, "query", query)
+    several = f" For several positives per query, {several}."
+    check_vector(function, "positives", positives, "query", query, several=several)
 
 
 def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
@@ -176,26 +163,14 @@ def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
 def have_tangents(*inputs: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
-    return any(x is not None and _tangent(x) is not None for x in inputs)
-
-
-def _tangent(x: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
+    unpack: Any = forward_ad.unpack_dual
+    return any(x is not None and unpack(x).tangent is not None for x in inputs)
 
 
 # ---- Numbers.
 
 
-def check_smoothing(function: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
-    numerator, denominator = float(value).as_integer_ratio()
-    return numerator / denominator
-
-
-def as_scalar(function: str, name: str, value: Scalar) -> Tensor:
+def as_scalar(function: str, name: str, value: Scalar | None) -> Tensor:
     """As a floating 0-d or [1] tensor; a Python number keeps all its digits."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1:
@@ -227,7 +202,6 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
         if scale.dim() == 0 and scale.is_leaf and _is_readable(logit_scale):
             warn_scale(function, _number(logit_scale), "logit_scale")
         return scale
-    assert temperature is not None
     value = as_scalar(function, "temperature", temperature)
     value = value if value.dtype == torch.float64 else value.float()
     if _is_readable(temperature):
@@ -237,11 +211,11 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def _number(value: Scalar) -> float:
+def _number(value: Any) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _is_readable(value: Scalar) -> bool:
+def _is_readable(value: Scalar | None) -> bool:
     """Whether the host can look at it at once: not in an accelerator's memory, and not while something traces."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -261,14 +235,11 @@ def warn_scale(function: str, scale: float, given_as: str) -> None:
     """
     if torch.compiler.is_compiling() or not 0 < scale < 1:
         return
+    number, problem = f"{scale:.4g}", "below 1 and looks like a temperature. It multiplies the logits"
     if given_as == "temperature":
-        number = f"{1 / scale:.4g}"
-        problem = f"{number} is above 1 and looks like a logit_scale. It divides the logits"
-    else:
-        number = f"{scale:.4g}"
-        problem = f"{number} is below 1 and looks like a temperature. It multiplies the logits"
-    message = f"{given_as}={problem}; if 1 / {number} is meant, pass {given_as}=1 / {number}."
-    warn_once(function, given_as, message)
+        number, problem = f"{1 / scale:.4g}", "above 1 and looks like a logit_scale. It divides the logits"
+    advice = f"if 1 / {number} is meant, pass {given_as}=1 / {number}."
+    warn_once(function, given_as, f"{given_as}={number} is {problem}; {advice}")
 
 
 def warn_once(function: str, kind: str, message: str) -> None:
@@ -278,11 +249,10 @@ def warn_once(function: str, kind: str, message: str) -> None:
         warnings.warn(f"{function}: {message}", stacklevel=_first_frame_outside(_PACKAGES)[1])
 
 
-def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType | None, int]:
+def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType, int]:
     """The first frame of another file, and its `stacklevel` for the function that calls this one."""
-    frame: FrameType | None = sys._getframe(2)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(files):
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(files):
         frame, level = frame.f_back, level + 1
     return frame, level
 
@@ -292,24 +262,41 @@ def call_site() -> str:
     if torch.compiler.is_compiling():
         return ""
     frame, _ = _first_frame_outside((*_WRAPPERS, _PACKAGES[1]))
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-# ---- How a call is carried out.
+# ---- Options that are no tensors.
 
 
-def check_execution(
-    function: str, options: ExecutionKeywords, square: bool = False
-) -> tuple[tuple[int, int] | None, int | None]:
-    """The tile and the budget, if the caller chose them."""
-    check_words(function, options, _EXECUTION_WORDS)
-    return parse_tile(function, options["tile"], square), parse_budget(function, options["memory_budget"])
+def check_options(function: str, options: Mapping[str, Any], **words: tuple[object, ...]) -> dict[str, Any]:
+    """The options that are words or numbers, as the tiled computation takes them.
+
+    Args:
+        words: Those that an option may be, where this function takes others than the losses do.
+    """
+    checked = {name: options[name] for name in _WORDS if name in options}
+    for name, value in checked.items():
+        known = words.get(name, _WORDS[name])
+        # By type too: 1 is not True, and a tensor is no word at all.
+        if not any(type(value) is type(word) and value == word for word in known):
+            raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+    if "label_smoothing" in options:
+        checked["label_smoothing"] = _parse_smoothing(function, options["label_smoothing"])
+    checked["tile"] = _parse_tile(function, options["tile"])
+    checked["memory_budget"] = parse_budget(function, options["memory_budget"])
+    return checked
 
 
-def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool) -> tuple[int, int] | None:
+def _parse_smoothing(function: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
+    numerator, denominator = float(value).as_integer_ratio()
+    return numerator / denominator
+
+
+def _parse_tile(function: str, tile: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if tile is None:
         return None
     sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
@@ -317,8 +304,6 @@ def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool) 
         raise TypeError(f"{function}: tile must be a whole number or a pair of them, got {tile!r}.")
     if min(sides) < 1:
         raise ValueError(f"{function}: tile must be at least 1, got {tile}. Leave it out to let the plan choose.")
-    if square and sides[0] != sides[1]:
-        raise ValueError(f"{function}: tile must be square, because the logits are symmetric, got {tile}.")
     return operator.index(sides[0]), operator.index(sides[1])
 
 
@@ -328,8 +313,9 @@ def parse_budget(function: str, budget: int | str | None) -> int | None:
         return None
     size: int | None = None
     if isinstance(budget, str):
-        digits = budget.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-        unit = budget.strip()[len(digits) :].strip().upper() or "B"
+        text = budget.strip().upper()
+        digits = text.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = text[len(digits) :].strip() or "B"
         if unit in _UNITS and digits.isascii() and digits.replace(".", "", 1).isdigit():
             size = int(float(digits) * _UNITS[unit])
     elif isinstance(budget, int) and not isinstance(budget, bool):

@@ -13,15 +13,12 @@ from .checks import (
     autocast_dtype,
     call_site,
     check_dense,
-    check_execution,
     check_features,
     check_no_tangents,
-    check_not_empty,
+    check_options,
     check_positives,
-    check_smoothing,
     check_vector,
     check_weight,
-    check_words,
     group_name,
     resolve_scale,
 )
@@ -44,13 +41,6 @@ from .tiling.operators import contrastive_loss
 from .tiling.options import LossInputs, LossOptions, Needs
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
-
-_WORDS = {
-    "normalize": (True, False, None),
-    "reduction": ("mean", "sum", "none"),
-    "grad_reduction": ("mean", "sum"),
-    "return_stats": (True, False),
-}
 
 
 @with_keywords
@@ -80,7 +70,7 @@ def clip_loss(
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
-        call = _check(name, ranks, specs.clip, inputs, logit_scale, None, options)
+        call = _check(name, ranks, specs.clip, inputs, logit_scale, options)
     return _run(*call, unused_bias=bias)
 
 
@@ -118,13 +108,26 @@ def info_nce_loss(
                 f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
             )
         extra = {} if negatives is None else {"negatives": negatives}
-        check_features(name, query=query, key=key, **extra)
-        check_not_empty(name, ranks, key=key, query=query)
+        check_features(name, ranks, query=query, key=key, **extra)
         check_positives(name, positives, query, key, "give query_ids and key_ids with same_ids='positive'")
-        ids = _ids_of_both_sides(name, ranks, options, query, key, negatives)
+        query_ids = check_vector(name, "query_ids", options.pop("query_ids", None), "query", query)
+        key_ids = check_vector(name, "key_ids", options.pop("key_ids", None), "key", key)
+        negative_ids = options.pop("negative_ids", None)
+        if negatives is not None:
+            check_vector(name, "negative_ids", negative_ids, "negatives", negatives)
+        elif negative_ids is not None:
+            raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
+        has_column_ids = key_ids is not None or negative_ids is not None
+        # With several ranks, the columns that have ids may be another rank's negatives.
+        if has_column_ids != (query_ids is not None) and (has_column_ids or not ranks):
+            got = "query_ids alone" if query_ids is not None else "no query_ids"
+            raise ValueError(
+                f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
+                f"{got}."
+            )
         weight = check_weight(name, options.pop("weight", None), "query", query)
-        inputs = LossInputs(query, key, negatives, None, None, *ids, positives, weight)
-        call = _check(name, ranks, specs.info_nce, inputs, logit_scale, None, options)
+        inputs = LossInputs(query, key, negatives, None, None, query_ids, key_ids, negative_ids, positives, weight)
+        call = _check(name, ranks, specs.info_nce, inputs, logit_scale, options)
     return _run(*call)
 
 
@@ -153,7 +156,7 @@ def siglip_loss(
     ranks = group_name(name, options.pop("group", LeftOut.GROUP))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
-        call = _check(name, ranks, specs.siglip, inputs, logit_scale, logit_bias, options)
+        call = _check(name, ranks, specs.siglip, inputs, logit_scale, options, logit_bias)
     return _run(*call)
 
 
@@ -176,7 +179,7 @@ def nt_xent_loss(view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, *
     ranks = group_name(name, options.pop("group", LeftOut.GROUP))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, view1=view1, view2=view2)
-        call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, None, options)
+        call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, options)
     return _run(*call)
 
 
@@ -203,19 +206,18 @@ def supcon_loss(
     name = "supcon_loss"
     ranks = group_name(name, options.pop("group", LeftOut.GROUP))
     with refuse_together(name, ranks):
-        check_features(name, features=features)
-        check_not_empty(name, ranks, features=features)
+        check_features(name, ranks, features=features)
         check_dense(name, "labels", labels)
         check_vector(name, "labels", labels, "features", features)
         weight = check_weight(name, options.pop("weight", None), "features", features)
         inputs = LossInputs(features, row_ids=labels, weight=weight)
-        call = _check(name, ranks, specs.supcon, inputs, logit_scale, None, options)
+        call = _check(name, ranks, specs.supcon, inputs, logit_scale, options)
     return _run(*call)
 
 
 def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -> LossInputs:
     """Rows and columns, of which row i of one belongs with row i of the other."""
-    check_features(name, **features)
+    check_features(name, ranks, **features)
     (rows_name, rows), (columns_name, columns) = features.items()
     if rows.shape[0] != columns.shape[0]:
         raise ValueError(
@@ -223,30 +225,9 @@ def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -
             f"with row i of the other; got {len(rows)} and {len(columns)}. Drop the ragged last batch in the loader, "
             "or pass the pairs that exist."
         )
-    check_not_empty(name, ranks, **features)
     ids = check_vector(name, "ids", options.pop("ids", None), rows_name, rows)
     weight = check_weight(name, options.pop("weight", None), rows_name, rows)
     return LossInputs(rows, columns, row_ids=ids, column_ids=ids, weight=weight)
-
-
-def _ids_of_both_sides(
-    name: str, ranks: str, options: InfoNCEKeywords, query: Tensor, key: Tensor, negatives: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    query_ids = check_vector(name, "query_ids", options.pop("query_ids", None), "query", query)
-    key_ids = check_vector(name, "key_ids", options.pop("key_ids", None), "key", key)
-    negative_ids = options.pop("negative_ids", None)
-    if negatives is not None:
-        check_vector(name, "negative_ids", negative_ids, "negatives", negatives)
-    elif negative_ids is not None:
-        raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
-    has_column_ids = key_ids is not None or negative_ids is not None
-    # With several ranks, the columns that have ids may be another rank's negatives.
-    if has_column_ids != (query_ids is not None) and (has_column_ids or not ranks):
-        got = "query_ids alone" if query_ids is not None else "no query_ids"
-        raise ValueError(
-            f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got {got}."
-        )
-    return query_ids, key_ids, negative_ids
 
 
 def _check(
@@ -255,8 +236,8 @@ def _check(
     make_spec: Callable[..., Spec],
     inputs: LossInputs,
     logit_scale: Scalar | None,
-    logit_bias: Scalar | None,
     options: LossKeywords,
+    logit_bias: Scalar | None = None,
 ) -> tuple[LossInputs, LossOptions]:
     """The checks that all losses share, of a scale, a bias and all options that are no tensors."""
     temperature, grad_enabled = options.pop("temperature", None), torch.is_grad_enabled()
@@ -264,7 +245,7 @@ def _check(
     needs = tuple([grad_enabled and isinstance(x, Tensor) and x.requires_grad for x in differentiable])
     site = call_site() if ranks else ""
     facts = (name, ranks, make_spec, inputs.row_ids is not None, needs, grad_enabled, autocast_dtype(inputs.rows), site)
-    cacheable = not torch.compiler.is_compiling() and all([type(x) in _CACHEABLE for x in options.values()])
+    cacheable = not torch.compiler.is_compiling() and _CACHEABLE.issuperset(map(type, options.values()))
     call = (_cached_options if cacheable else _make_options)(*facts, **options)
     scale = resolve_scale(name, logit_scale, temperature)
     bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
@@ -283,34 +264,18 @@ def _make_options(
     site: str,
     **given: Any,
 ) -> LossOptions:
-    options: Any = complete(name, given)
-    check_words(name, options, _WORDS)
-    own: dict[str, Any] = {}
+    options = check_options(name, complete(name, given))
+    of_spec = {}
     if "same_ids" in options:
-        check_words(name, options, {"same_ids": ("mask", "positive")})
-        own["id_rule"] = options["same_ids"] if has_ids else "ignore"
+        same_ids = options.pop("same_ids")
+        of_spec["id_rule"] = same_ids if has_ids else "ignore"
     if "label_smoothing" in options:
-        own["label_smoothing"] = check_smoothing(name, options["label_smoothing"])
-    spec = make_spec(**own)
-    tile, budget = check_execution(name, options, square=spec.symmetric)
-    return LossOptions(
-        name,
-        spec,
-        Needs(*needs),
-        options["reduction"],
-        options["return_stats"],
-        options["normalize"],
-        tile,
-        budget,
-        options["backend"],
-        autocast,
-        ranks,
-        options["grad_reduction"],
-        options["exchange"],
-        options["overlap"],
-        grad_enabled,
-        site,
-    )
+        of_spec["label_smoothing"] = options.pop("label_smoothing")
+    spec, tile = make_spec(**of_spec), options["tile"]
+    if spec.symmetric and tile is not None and tile[0] != tile[1]:
+        raise ValueError(f"{name}: tile must be square, because the logits are symmetric, got {tile}.")
+    options |= {"group": ranks, "autocast_dtype": autocast, "grad_enabled": grad_enabled, "call_site": site}
+    return LossOptions(name, spec, Needs(*needs), **options)
 
 
 _CACHEABLE = {str, bool, int, float, type(None)}  # no tensors, and nothing that equals a value of another type inside

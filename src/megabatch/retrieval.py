@@ -11,15 +11,7 @@ from typing_extensions import Unpack
 from .backends import workspace
 from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
-from .checks import (
-    check_execution,
-    check_features,
-    check_not_empty,
-    check_positives,
-    check_vector,
-    check_words,
-    group_name,
-)
+from .checks import check_features, check_options, check_positives, check_vector, group_name
 from .distributed.ranks import Ranks, feature_facts, refuse_together
 from .keywords import LeftOut, SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
@@ -58,20 +50,19 @@ def retrieval_ranks(
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
     with refuse_together(name, ranks):
-        search = _Search(name, query, key, ranks, complete(name, options))
+        search = _Search(name, ranks, query, key, complete(name, options))
         check_positives(name, positives, query, key, "rank each column of positives by itself")
         if positives is None:
             positives = torch.arange(len(query), device=query.device)
         check_indices(name, "positives", positives, len(key))
-    search.connect()
+    search.connect(LossInputs(query, key))
     queries, keys = search.layout.rows[0], search.layout.columns[0]
     score = search.pair_scores(queries, torch.arange(len(query), device=query.device), keys, positives.long())
     above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    for tile, scores in search.tiles():
-        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
-        search.count_above(tile, scores, score[rows], above[rows])
+    for tile, rows, scores in search.tiles():
+        search.count_above(tile, scores, search.query_norm[rows], score[rows], above[rows])
     return torch.where(score.isnan(), search.num_keys, above)
 
 
@@ -97,36 +88,33 @@ def similarity_topk(
         count the keys of all ranks in rank order. Where fewer than k keys are left: -inf and -1.
     """
     name = "similarity_topk"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
     with refuse_together(name, ranks):
-        search = _Search(name, query, key, ranks, complete(name, options))
+        search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
-        positives, query_ids, key_ids = _check_exclude(name, exclude, query, key)
-    search.connect(k, positives, query_ids, key_ids)
+        inputs = _check_exclude(name, exclude, query, key)
+    search.connect(inputs, k)
     values = torch.full((len(query), k), -torch.inf, dtype=search.dtype, device=query.device)
     indices = torch.full((len(query), k), -1, dtype=torch.int64, device=query.device)
-    for tile, scores in search.tiles():
-        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+    for tile, rows, scores in search.tiles():
         _exclude(tile, scores)
         _keep_best(values[rows], indices[rows], scores, tile.columns.offset)
     return values, indices
 
 
-def _check_exclude(
-    name: str, exclude: Exclude, query: Tensor, key: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As positives, ids of queries and ids of keys."""
+def _check_exclude(name: str, exclude: Exclude, query: Tensor, key: Tensor) -> LossInputs:
+    """What a loss would mask: positives, or pairs of equal ids."""
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
-        check_vector(name, "exclude[0]", exclude[0], "query", query)
-        check_vector(name, "exclude[1]", exclude[1], "key", key)
-        return None, exclude[0], exclude[1]
+        query_ids = check_vector(name, "exclude[0]", exclude[0], "query", query)
+        key_ids = check_vector(name, "exclude[1]", exclude[1], "key", key)
+        return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
     check_vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
         check_indices(name, "exclude", exclude, len(key))
-    return exclude, None, None
+    return LossInputs(query, key, positives=exclude)
 
 
 def _exclude(tile: Tile, scores: Tensor) -> None:
@@ -154,17 +142,15 @@ def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int) -> 
 class _Search:
     """This rank's queries against the keys of all ranks, tile by tile."""
 
-    def __init__(self, name: str, query: Tensor, key: Tensor, ranks: str, options: SearchKeywords) -> None:
-        check_features(name, query=query, key=key)
-        check_not_empty(name, ranks, query=query, key=key)
-        check_words(name, options, {"normalize": (True, False)})
-        self.tile, budget = check_execution(name, options)
-        self.normalize = options["normalize"]
-        self.name, self.query, self.key, self.options = name, query, key, options
+    def __init__(self, name: str, ranks: str, query: Tensor, key: Tensor, options: SearchKeywords) -> None:
+        check_features(name, ranks, query=query, key=key)
+        self.options = check_options(name, options, normalize=(True, False))
+        self.tile, self.normalize = self.options["tile"], self.options["normalize"]
+        self.name, self.query, self.key = name, query, key
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
-        self.budget = budget or chosen.default_budget
+        self.budget = self.options["memory_budget"] or chosen.default_budget
         norms = row_norms(query), row_norms(key)
         self.inverse = tuple(inverse_norms(x) for x in norms) if self.normalize else (None, None)
         self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
@@ -174,23 +160,15 @@ class _Search:
         operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else None
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, query.device, operand_dtype=operand)
 
-    def connect(
-        self,
-        k: int | None = None,
-        positives: Tensor | None = None,
-        query_ids: Tensor | None = None,
-        key_ids: Tensor | None = None,
-    ) -> None:
+    def connect(self, inputs: LossInputs, k: int | None = None) -> None:
         """Learn how many keys every rank has, and lay out the tiles."""
-        exchange, given = (
-            self.options["exchange"],
-            "positives" if positives is not None else "ids" if key_ids is not None else "none",
-        )
-        same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": given}
+        exchange, has_ids = self.options["exchange"], inputs.column_ids is not None
+        exclude = "positives" if inputs.positives is not None else "ids" if has_ids else "none"
+        same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": exclude}
         mine = RankInfo(
             rows=(0, len(self.key), 0),  # queries stay at home: theirs are counted from 0
             dtypes=("", str(self.key.dtype).removeprefix("torch."), ""),
-            ids=(query_ids is not None, key_ids is not None, False),
+            ids=(inputs.row_ids is not None, has_ids, False),
             max_norms=(0.0, self.max_key_norm, 0.0),
             budget=self.budget,
         )
@@ -203,7 +181,7 @@ class _Search:
         gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
         fits = gathered <= min(info.budget or self.budget for info in infos)
         self.layout = Layout(
-            LossInputs(self.query, self.key, row_ids=query_ids, column_ids=key_ids, positives=positives),
+            inputs,
             Spec("softmax"),
             Norms((*self.inverse, None), mine.max_norms),
             self.ranks,
@@ -234,15 +212,16 @@ class _Search:
             )
         return height, width
 
-    def tiles(self) -> Iterator[tuple[Tile, Tensor]]:
-        """Every tile with its scores, which the next tile overwrites."""
+    def tiles(self) -> Iterator[tuple[Tile, slice, Tensor]]:
+        """Every tile, the queries it has, and its scores, which the next tile overwrites."""
         with torch.autocast(self.key.device.type, enabled=False):
             for tile in chain.from_iterable(self.layout.strips(*self.sides)):
-                yield tile, self.backend.scores(tile)
+                rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+                yield tile, rows, self.backend.scores(tile)
 
-    def count_above(self, tile: Tile, scores: Tensor, positive: Tensor, above: Tensor) -> None:
+    def count_above(self, tile: Tile, scores: Tensor, query_norm: Tensor, positive: Tensor, above: Tensor) -> None:
         """Add the keys of a tile that score above the positive by more than rounding. `positive` is float64."""
-        norms = self.query_norm[tile.rows.offset : tile.rows.offset + len(tile.rows)].double() * tile.columns.max_norm
+        norms = query_norm.double() * tile.columns.max_norm
         exact = 2 * self._error_bound(torch.float64) * norms
         bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
         below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))
