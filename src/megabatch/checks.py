@@ -130,14 +130,9 @@ def check_vector(
             f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
             "Move it with .to()."
         )
+    if value.requires_grad:
+        raise ValueError(f"{function}: {name} must not require grad, because it gets none. Pass {name}.detach().")
     return value
-
-
-def check_weight(function: str, weight: Tensor | None, rows_of: str, rows: Tensor) -> Tensor | None:
-    check_vector(function, "weight", weight, rows_of, rows, integers=False)
-    if weight is not None and weight.requires_grad:
-        raise ValueError(f"{function}: weight must not require grad, because it gets none. Pass weight.detach().")
-    return weight
 
 
 def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
@@ -185,7 +180,7 @@ def as_scalar(function: str, name: str, value: Scalar | None) -> Tensor:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(value).__name__}.")
     # A product, because that is what a compiler can take another number into without compiling anew.
-    return torch.ones((), dtype=torch.float64) * float(value)
+    return torch.ones((), dtype=torch.float64, device="cpu") * float(value)
 
 
 def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar | None) -> Tensor:
@@ -199,27 +194,22 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)
         # A scale that was computed, or has the shape of a parameter, is trained and may well fall below 1.
-        if scale.dim() == 0 and scale.is_leaf and _is_readable(logit_scale):
-            warn_scale(function, _number(logit_scale), "logit_scale")
+        if scale.dim() == 0 and scale.is_leaf and _is_readable(scale):
+            warn_scale(function, scale.item(), "logit_scale")
         return scale
     value = as_scalar(function, "temperature", temperature)
     value = value if value.dtype == torch.float64 else value.float()
-    if _is_readable(temperature):
-        check_temperature(function, _number(temperature))
+    if _is_readable(value):
+        check_temperature(function, value.item())
         return value.reciprocal()
     # Not looked at here: NaN has the loss refuse a temperature that is not positive and finite.
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _is_readable(value: Scalar | None) -> bool:
+def _is_readable(value: Tensor) -> bool:
     """Whether the host can look at it at once: not in an accelerator's memory, and not while something traces."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return not isinstance(value, Tensor) or (type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu")
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not is_traced and type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
 
 
 def check_temperature(function: str, temperature: float) -> None:
@@ -229,11 +219,8 @@ def check_temperature(function: str, temperature: float) -> None:
 
 
 def warn_scale(function: str, scale: float, given_as: str) -> None:
-    """Warn once if a scale is below 1. It was `given_as` a scale or as a temperature; the other was probably meant.
-
-    Not while compiling, where a warning would break the graph.
-    """
-    if torch.compiler.is_compiling() or not 0 < scale < 1:
+    """Warn once if a scale is below 1. It was `given_as` a scale or as a temperature; the other was probably meant."""
+    if torch.compiler.is_compiling() or not 0 < scale < 1:  # a warning would break the graph
         return
     number, problem = f"{scale:.4g}", "below 1 and looks like a temperature. It multiplies the logits"
     if given_as == "temperature":
@@ -269,11 +256,7 @@ def call_site() -> str:
 
 
 def check_options(function: str, options: Mapping[str, Any], **words: tuple[object, ...]) -> dict[str, Any]:
-    """The options that are words or numbers, as the tiled computation takes them.
-
-    Args:
-        words: Those that an option may be, where this function takes others than the losses do.
-    """
+    """The options that are words or numbers, as the tiled computation takes them. `words`: where others are known."""
     checked = {name: options[name] for name in _WORDS if name in options}
     for name, value in checked.items():
         known = words.get(name, _WORDS[name])
@@ -333,10 +316,8 @@ def parse_budget(function: str, budget: int | str | None) -> int | None:
 
 def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
     """The name by which the group travels through an operator; "" for this process alone."""
-    if group is None:
-        return ""
-    if isinstance(group, LeftOut | EllipsisType):
-        if dist.is_initialized() and dist.get_world_size() > 1:
+    if group is None or isinstance(group, LeftOut | EllipsisType):
+        if group is not None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
                 "Pass group=torch.distributed.group.WORLD for the rows of all ranks together, or group=None for those "

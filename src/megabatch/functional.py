@@ -18,7 +18,6 @@ from .checks import (
     check_options,
     check_positives,
     check_vector,
-    check_weight,
     group_name,
     resolve_scale,
 )
@@ -26,7 +25,6 @@ from .distributed.ranks import refuse_together
 from .keywords import (
     ClipKeywords,
     InfoNCEKeywords,
-    LeftOut,
     LogitScale,
     LossKeywords,
     Scalar,
@@ -36,7 +34,6 @@ from .keywords import (
     with_keywords,
 )
 from .losses import spec as specs
-from .losses.spec import Spec
 from .tiling.operators import contrastive_loss
 from .tiling.options import LossInputs, LossOptions, Needs
 
@@ -66,7 +63,7 @@ def clip_loss(
         logit_bias: Accepted because models return one. A softmax does not depend on it: its gradient is zero.
     """
     name = "clip_loss"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
@@ -100,7 +97,7 @@ def info_nce_loss(
             group, rows of this rank's `key`.
     """
     name = "info_nce_loss"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         if isinstance(negatives, Tensor) and negatives.dim() == 3:
             raise ValueError(
@@ -120,12 +117,10 @@ def info_nce_loss(
         has_column_ids = key_ids is not None or negative_ids is not None
         # With several ranks, the columns that have ids may be another rank's negatives.
         if has_column_ids != (query_ids is not None) and (has_column_ids or not ranks):
+            rule = "ids must be given for both sides of a pair, query_ids with key_ids or negative_ids"
             got = "query_ids alone" if query_ids is not None else "no query_ids"
-            raise ValueError(
-                f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
-                f"{got}."
-            )
-        weight = check_weight(name, options.pop("weight", None), "query", query)
+            raise ValueError(f"{name}: {rule}, got {got}.")
+        weight = check_vector(name, "weight", options.pop("weight", None), "query", query, integers=False)
         inputs = LossInputs(query, key, negatives, None, None, query_ids, key_ids, negative_ids, positives, weight)
         call = _check(name, ranks, specs.info_nce, inputs, logit_scale, options)
     return _run(*call)
@@ -153,7 +148,7 @@ def siglip_loss(
         logit_bias: Added to every logit; a float, 0-d or shape-[1] tensor. None: 0.
     """
     name = "siglip_loss"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         call = _check(name, ranks, specs.siglip, inputs, logit_scale, options, logit_bias)
@@ -176,7 +171,7 @@ def nt_xent_loss(view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, *
             With reduction "none" there are 2N losses, those of `view1` first; `weight` and `ids` apply to both views.
     """
     name = "nt_xent_loss"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, view1=view1, view2=view2)
         call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, options)
@@ -204,12 +199,12 @@ def supcon_loss(
         labels: `[N]` integers. Rows of one label are positives of each other.
     """
     name = "supcon_loss"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         check_features(name, ranks, features=features)
         check_dense(name, "labels", labels)
         check_vector(name, "labels", labels, "features", features)
-        weight = check_weight(name, options.pop("weight", None), "features", features)
+        weight = check_vector(name, "weight", options.pop("weight", None), "features", features, integers=False)
         inputs = LossInputs(features, row_ids=labels, weight=weight)
         call = _check(name, ranks, specs.supcon, inputs, logit_scale, options)
     return _run(*call)
@@ -226,14 +221,14 @@ def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -
             "or pass the pairs that exist."
         )
     ids = check_vector(name, "ids", options.pop("ids", None), rows_name, rows)
-    weight = check_weight(name, options.pop("weight", None), rows_name, rows)
+    weight = check_vector(name, "weight", options.pop("weight", None), rows_name, rows, integers=False)
     return LossInputs(rows, columns, row_ids=ids, column_ids=ids, weight=weight)
 
 
 def _check(
     name: str,
     ranks: str,
-    make_spec: Callable[..., Spec],
+    make_spec: Callable[..., specs.Spec],
     inputs: LossInputs,
     logit_scale: Scalar | None,
     options: LossKeywords,
@@ -256,7 +251,7 @@ def _check(
 def _make_options(
     name: str,
     ranks: str,
-    make_spec: Callable[..., Spec],
+    make_spec: Callable[..., specs.Spec],
     has_ids: bool,
     needs: tuple[bool, ...],
     grad_enabled: bool,

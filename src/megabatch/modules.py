@@ -18,7 +18,6 @@ from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_los
 from .keywords import (
     ClipModuleKeywords,
     InfoNCEModuleKeywords,
-    LeftOut,
     Scalar,
     SigLipModuleKeywords,
     SupConModuleKeywords,
@@ -27,6 +26,9 @@ from .keywords import (
 )
 
 Temperature = Annotated[float | None, "1 / scale. None: the module has no scale, pass `logit_scale` to every forward."]
+_OWNS_ONE = (
+    "must not be passed, because this module owns one. Drop it, or construct the module with init_logit_scale=None."
+)
 
 
 class _ContrastiveLoss(nn.Module):
@@ -74,32 +76,23 @@ class _ContrastiveLoss(nn.Module):
 
     def _scale(self, given: Scalar | None) -> Scalar | None:
         if self.logit_scale is None:
-            if given is None:
-                self._refuse("logit_scale must be passed, because this module owns none.")
+            self._refuse_if(given is None, "logit_scale must be passed, because this module owns none.")
             return given
-        self._refuse_another("logit_scale", given)
+        self._refuse_if(given is not None, f"logit_scale {_OWNS_ONE}")
         if self.training and self.max_logit_scale is not None:
             with torch.no_grad():
                 self.logit_scale.clamp_(max=math.log(self.max_logit_scale))
         return self.logit_scale.exp()
 
-    def _refuse_another(self, name: str, given: object) -> None:
-        if given is not None:
-            self._refuse(
-                f"{name} must not be passed, because this module owns one. Drop it, or construct the module with "
-                "init_logit_scale=None."
-            )
-
-    def _refuse(self, why: str) -> None:
+    def _refuse_if(self, wrong: bool, why: str) -> None:
         """Raise on all ranks: the others have called the function, where they wait for this one."""
-        function = type(self).function.__name__
-        with refuse_together(function, group_name(function, self.options.get("group", LeftOut.GROUP))):
-            raise ValueError(f"{type(self).__name__}: {why}")
+        if wrong:
+            function = type(self).function.__name__
+            with refuse_together(function, group_name(function, self.options.get("group", ...))):
+                raise ValueError(f"{type(self).__name__}: {why}")
 
-    def _run(
-        self, first: Tensor, second: Tensor, logit_scale: Scalar | None, output_dict: bool, **keywords: Any
-    ) -> Any:
-        result = type(self).function(first, second, self._scale(logit_scale), **self.options, **keywords)
+    def _run(self, first: Tensor, second: Tensor, scale: Scalar | None, output_dict: bool, **keywords: Any) -> Any:
+        result = type(self).function(first, second, self._scale(scale), **self.options, **keywords)
         if not output_dict:
             return result
         if isinstance(result, tuple):
@@ -143,7 +136,7 @@ class _ImageTextLoss(_ContrastiveLoss):
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
         if self.logit_bias is not None:
-            self._refuse_another("logit_bias", logit_bias)
+            self._refuse_if(logit_bias is not None, f"logit_bias {_OWNS_ONE}")
             logit_bias = self.logit_bias
         keywords = {"logit_bias": logit_bias, "weight": weight, "ids": ids}
         return self._run(image_features, text_features, logit_scale, output_dict, **keywords)

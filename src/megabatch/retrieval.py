@@ -13,7 +13,7 @@ from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
 from .checks import check_features, check_options, check_positives, check_vector, group_name
 from .distributed.ranks import Ranks, feature_facts, refuse_together
-from .keywords import LeftOut, SearchKeywords, complete, with_keywords
+from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
 from .tiling.guards import Norms, check_indices, inverse_norms, row_norms
@@ -50,16 +50,15 @@ def retrieval_ranks(
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         search = _Search(name, ranks, query, key, complete(name, options))
         check_positives(name, positives, query, key, "rank each column of positives by itself")
-        if positives is None:
-            positives = torch.arange(len(query), device=query.device)
+        row = torch.arange(len(query), device=query.device)
+        positives = row if positives is None else positives.long()
         check_indices(name, "positives", positives, len(key))
     search.connect(LossInputs(query, key))
-    queries, keys = search.layout.rows[0], search.layout.columns[0]
-    score = search.pair_scores(queries, torch.arange(len(query), device=query.device), keys, positives.long())
+    score = search.pair_scores(search.layout.rows[0], row, search.layout.columns[0], positives)
     above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
     for tile, rows, scores in search.tiles():
         search.count_above(tile, scores, search.query_norm[rows], score[rows], above[rows])
@@ -88,7 +87,7 @@ def similarity_topk(
         count the keys of all ranks in rank order. Where fewer than k keys are left: -inf and -1.
     """
     name = "similarity_topk"
-    ranks = group_name(name, options.pop("group", LeftOut.GROUP))
+    ranks = group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
