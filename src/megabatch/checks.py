@@ -47,11 +47,11 @@ _WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 # ---- Tensors.
 
 
-def check_features(function: str, ranks: str, **features: Tensor) -> None:
+def features(function: str, ranks: str, **inputs: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
-    first_name, first = next(iter(features.items()))
-    for name, value in features.items():
-        check_dense(function, name, value)
+    first_name, first = next(iter(inputs.items()))
+    for name, value in inputs.items():
+        dense(function, name, value)
         if value.dim() != 2:
             help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
@@ -90,7 +90,7 @@ def check_features(function: str, ranks: str, **features: Tensor) -> None:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
 
 
-def check_dense(function: str, name: str, value: object) -> None:
+def dense(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         convert = {"ndarray": "torch.from_numpy", "list": "torch.as_tensor", "tuple": "torch.as_tensor"}.get(kind)
@@ -106,13 +106,13 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def check_vector(
+def vector(
     function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool = True, several: str = ""
 ) -> Tensor | None:
     """None, or one number for every row of `rows`. `several` says what to do about several for every row."""
     if value is None:
         return None
-    check_dense(function, name, value)
+    dense(function, name, value)
     num_rows = rows.shape[0]
     if value.shape != (num_rows,):
         raise ValueError(
@@ -135,18 +135,18 @@ def check_vector(
     return value
 
 
-def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
+def positives(function: str, value: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
     """One row of key per query, by default row i."""
-    if positives is None and key.shape[0] < query.shape[0]:
+    if value is None and key.shape[0] < query.shape[0]:
         raise ValueError(
             f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
             f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
         )
     several = f" For several positives per query, {several}."
-    check_vector(function, "positives", positives, "query", query, several=several)
+    vector(function, "positives", value, "query", query, several=several)
 
 
-def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
+def no_tangents(function: str, *inputs: Tensor | None) -> None:
     """Forward-mode derivatives would be dropped silently."""
     if have_tangents(*inputs):
         raise ValueError(
@@ -212,10 +212,10 @@ def _is_readable(value: Tensor) -> bool:
     return not is_traced and type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
 
 
-def check_temperature(function: str, temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
-    warn_scale(function, 1 / temperature, "temperature")
+def check_temperature(function: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{function}: temperature must be positive and finite, got {value}.")
+    warn_scale(function, 1 / value, "temperature")
 
 
 def warn_scale(function: str, scale: float, given_as: str) -> None:
@@ -255,18 +255,18 @@ def call_site() -> str:
 # ---- Options that are no tensors.
 
 
-def check_options(function: str, options: Mapping[str, Any], **words: tuple[object, ...]) -> dict[str, Any]:
+def options(function: str, given: Mapping[str, Any], **words: tuple[object, ...]) -> dict[str, Any]:
     """The options that are words or numbers, as the tiled computation takes them. `words`: where others are known."""
-    checked = {name: options[name] for name in _WORDS if name in options}
+    checked = {name: given[name] for name in _WORDS if name in given}
     for name, value in checked.items():
         known = words.get(name, _WORDS[name])
         # By type too: 1 is not True, and a tensor is no word at all.
         if not any(type(value) is type(word) and value == word for word in known):
             raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-    if "label_smoothing" in options:
-        checked["label_smoothing"] = _parse_smoothing(function, options["label_smoothing"])
-    checked["tile"] = _parse_tile(function, options["tile"])
-    checked["memory_budget"] = parse_budget(function, options["memory_budget"])
+    if "label_smoothing" in given:
+        checked["label_smoothing"] = _parse_smoothing(function, given["label_smoothing"])
+    checked["tile"] = _parse_tile(function, given["tile"])
+    checked["memory_budget"] = parse_budget(function, given["memory_budget"])
     return checked
 
 

@@ -8,19 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .checks import (
-    as_scalar,
-    autocast_dtype,
-    call_site,
-    check_dense,
-    check_features,
-    check_no_tangents,
-    check_options,
-    check_positives,
-    check_vector,
-    group_name,
-    resolve_scale,
-)
+from . import checks
 from .distributed.ranks import refuse_together
 from .keywords import (
     ClipKeywords,
@@ -63,10 +51,10 @@ def clip_loss(
         logit_bias: Accepted because models return one. A softmax does not depend on it: its gradient is zero.
     """
     name = "clip_loss"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
-        bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
+        bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
         call = _check(name, ranks, specs.clip, inputs, logit_scale, options)
     return _run(*call, unused_bias=bias)
 
@@ -97,7 +85,7 @@ def info_nce_loss(
             group, rows of this rank's `key`.
     """
     name = "info_nce_loss"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         if isinstance(negatives, Tensor) and negatives.dim() == 3:
             raise ValueError(
@@ -105,13 +93,13 @@ def info_nce_loss(
                 f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
             )
         extra = {} if negatives is None else {"negatives": negatives}
-        check_features(name, ranks, query=query, key=key, **extra)
-        check_positives(name, positives, query, key, "give query_ids and key_ids with same_ids='positive'")
-        query_ids = check_vector(name, "query_ids", options.pop("query_ids", None), "query", query)
-        key_ids = check_vector(name, "key_ids", options.pop("key_ids", None), "key", key)
+        checks.features(name, ranks, query=query, key=key, **extra)
+        checks.positives(name, positives, query, key, "give query_ids and key_ids with same_ids='positive'")
+        query_ids = checks.vector(name, "query_ids", options.pop("query_ids", None), "query", query)
+        key_ids = checks.vector(name, "key_ids", options.pop("key_ids", None), "key", key)
         negative_ids = options.pop("negative_ids", None)
         if negatives is not None:
-            check_vector(name, "negative_ids", negative_ids, "negatives", negatives)
+            checks.vector(name, "negative_ids", negative_ids, "negatives", negatives)
         elif negative_ids is not None:
             raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
         has_column_ids = key_ids is not None or negative_ids is not None
@@ -120,7 +108,7 @@ def info_nce_loss(
             rule = "ids must be given for both sides of a pair, query_ids with key_ids or negative_ids"
             got = "query_ids alone" if query_ids is not None else "no query_ids"
             raise ValueError(f"{name}: {rule}, got {got}.")
-        weight = check_vector(name, "weight", options.pop("weight", None), "query", query, integers=False)
+        weight = checks.vector(name, "weight", options.pop("weight", None), "query", query, integers=False)
         inputs = LossInputs(query, key, negatives, None, None, query_ids, key_ids, negative_ids, positives, weight)
         call = _check(name, ranks, specs.info_nce, inputs, logit_scale, options)
     return _run(*call)
@@ -148,7 +136,7 @@ def siglip_loss(
         logit_bias: Added to every logit; a float, 0-d or shape-[1] tensor. None: 0.
     """
     name = "siglip_loss"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         call = _check(name, ranks, specs.siglip, inputs, logit_scale, options, logit_bias)
@@ -171,7 +159,7 @@ def nt_xent_loss(view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, *
             With reduction "none" there are 2N losses, those of `view1` first; `weight` and `ids` apply to both views.
     """
     name = "nt_xent_loss"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         inputs = _pairs(name, ranks, options, view1=view1, view2=view2)
         call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, options)
@@ -199,12 +187,12 @@ def supcon_loss(
         labels: `[N]` integers. Rows of one label are positives of each other.
     """
     name = "supcon_loss"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        check_features(name, ranks, features=features)
-        check_dense(name, "labels", labels)
-        check_vector(name, "labels", labels, "features", features)
-        weight = check_vector(name, "weight", options.pop("weight", None), "features", features, integers=False)
+        checks.features(name, ranks, features=features)
+        checks.dense(name, "labels", labels)
+        checks.vector(name, "labels", labels, "features", features)
+        weight = checks.vector(name, "weight", options.pop("weight", None), "features", features, integers=False)
         inputs = LossInputs(features, row_ids=labels, weight=weight)
         call = _check(name, ranks, specs.supcon, inputs, logit_scale, options)
     return _run(*call)
@@ -212,7 +200,7 @@ def supcon_loss(
 
 def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -> LossInputs:
     """Rows and columns, of which row i of one belongs with row i of the other."""
-    check_features(name, ranks, **features)
+    checks.features(name, ranks, **features)
     (rows_name, rows), (columns_name, columns) = features.items()
     if rows.shape[0] != columns.shape[0]:
         raise ValueError(
@@ -220,8 +208,8 @@ def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -
             f"with row i of the other; got {len(rows)} and {len(columns)}. Drop the ragged last batch in the loader, "
             "or pass the pairs that exist."
         )
-    ids = check_vector(name, "ids", options.pop("ids", None), rows_name, rows)
-    weight = check_vector(name, "weight", options.pop("weight", None), rows_name, rows, integers=False)
+    ids = checks.vector(name, "ids", options.pop("ids", None), rows_name, rows)
+    weight = checks.vector(name, "weight", options.pop("weight", None), rows_name, rows, integers=False)
     return LossInputs(rows, columns, row_ids=ids, column_ids=ids, weight=weight)
 
 
@@ -234,17 +222,17 @@ def _check(
     options: LossKeywords,
     logit_bias: Scalar | None = None,
 ) -> tuple[LossInputs, LossOptions]:
-    """The checks that all losses share, of a scale, a bias and all options that are no tensors."""
+    """The checks that all losses share: of the scale, the bias, and the options that are no tensors."""
     temperature, grad_enabled = options.pop("temperature", None), torch.is_grad_enabled()
     differentiable = (*inputs.features, logit_scale if temperature is None else temperature, logit_bias)
     needs = tuple([grad_enabled and isinstance(x, Tensor) and x.requires_grad for x in differentiable])
-    site = call_site() if ranks else ""
-    facts = (name, ranks, make_spec, inputs.row_ids is not None, needs, grad_enabled, autocast_dtype(inputs.rows), site)
+    has_ids, autocast = inputs.row_ids is not None, checks.autocast_dtype(inputs.rows)
+    facts = (name, ranks, make_spec, has_ids, needs, grad_enabled, autocast, checks.call_site() if ranks else "")
     cacheable = not torch.compiler.is_compiling() and _CACHEABLE.issuperset(map(type, options.values()))
     call = (_cached_options if cacheable else _make_options)(*facts, **options)
-    scale = resolve_scale(name, logit_scale, temperature)
-    bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
-    check_no_tangents(name, *inputs.features, scale, bias)
+    scale = checks.resolve_scale(name, logit_scale, temperature)
+    bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
+    checks.no_tangents(name, *inputs.features, scale, bias)
     return inputs._replace(scale=scale, bias=bias), call
 
 
@@ -259,7 +247,7 @@ def _make_options(
     site: str,
     **given: Any,
 ) -> LossOptions:
-    options = check_options(name, complete(name, given))
+    options = checks.options(name, complete(name, given))
     of_spec = {}
     if "same_ids" in options:
         same_ids = options.pop("same_ids")

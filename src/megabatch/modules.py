@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .checks import check_temperature, group_name, warn_scale
+from . import checks
 from .distributed.ranks import refuse_together
 from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from .keywords import (
@@ -41,9 +41,9 @@ class _ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         if scale is not None:
-            warn_scale(name, scale, "init_logit_scale")
+            checks.warn_scale(name, scale, "init_logit_scale")
         if temperature is not None:
-            check_temperature(name, temperature)
+            checks.check_temperature(name, temperature)
             scale = 1 / temperature
         for option in options:
             if option in type(self).forward.__annotations__:
@@ -88,7 +88,7 @@ class _ContrastiveLoss(nn.Module):
         """Raise on all ranks: the others have called the function, where they wait for this one."""
         if wrong:
             function = type(self).function.__name__
-            with refuse_together(function, group_name(function, self.options.get("group", ...))):
+            with refuse_together(function, checks.group_name(function, self.options.get("group", ...))):
                 raise ValueError(f"{type(self).__name__}: {why}")
 
     def _run(self, first: Tensor, second: Tensor, scale: Scalar | None, output_dict: bool, **keywords: Any) -> Any:

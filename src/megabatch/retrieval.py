@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from . import checks
 from .backends import workspace
 from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
-from .checks import check_features, check_options, check_positives, check_vector, group_name
 from .distributed.ranks import Ranks, feature_facts, refuse_together
 from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
@@ -50,10 +50,10 @@ def retrieval_ranks(
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         search = _Search(name, ranks, query, key, complete(name, options))
-        check_positives(name, positives, query, key, "rank each column of positives by itself")
+        checks.positives(name, positives, query, key, "rank each column of positives by itself")
         row = torch.arange(len(query), device=query.device)
         positives = row if positives is None else positives.long()
         check_indices(name, "positives", positives, len(key))
@@ -87,7 +87,7 @@ def similarity_topk(
         count the keys of all ranks in rank order. Where fewer than k keys are left: -inf and -1.
     """
     name = "similarity_topk"
-    ranks = group_name(name, options.pop("group", ...))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
         search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
@@ -107,10 +107,10 @@ def _check_exclude(name: str, exclude: Exclude, query: Tensor, key: Tensor) -> L
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
-        query_ids = check_vector(name, "exclude[0]", exclude[0], "query", query)
-        key_ids = check_vector(name, "exclude[1]", exclude[1], "key", key)
+        query_ids = checks.vector(name, "exclude[0]", exclude[0], "query", query)
+        key_ids = checks.vector(name, "exclude[1]", exclude[1], "key", key)
         return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
-    check_vector(name, "exclude", exclude, "query", query)
+    checks.vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
         check_indices(name, "exclude", exclude, len(key))
     return LossInputs(query, key, positives=exclude)
@@ -142,8 +142,8 @@ class _Search:
     """This rank's queries against the keys of all ranks, tile by tile."""
 
     def __init__(self, name: str, ranks: str, query: Tensor, key: Tensor, options: SearchKeywords) -> None:
-        check_features(name, ranks, query=query, key=key)
-        self.options = check_options(name, options, normalize=(True, False))
+        checks.features(name, ranks, query=query, key=key)
+        self.options = checks.options(name, options, normalize=(True, False))
         self.tile, self.normalize = self.options["tile"], self.options["normalize"]
         self.name, self.query, self.key = name, query, key
         self.ranks = Ranks(name, ranks, device=key.device)
