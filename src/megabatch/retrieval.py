@@ -145,7 +145,7 @@ class _Search:
         checks.features(name, ranks, query=query, key=key)
         self.options = checks.options(name, options, normalize=(True, False))
         self.tile, self.normalize = self.options["tile"], self.options["normalize"]
-        self.name, self.query, self.key = name, query, key
+        self.name, self.query, self.key, self.dtype = name, query, key, compute_dtype(query)
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
@@ -155,7 +155,6 @@ class _Search:
         self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
-        self.dtype = compute_dtype(query)
         operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else None
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, query.device, operand_dtype=operand)
 
