@@ -245,6 +245,7 @@ def _make_options(
     grad_enabled: bool,
     autocast: str,
     site: str,
+    /,  # an unknown keyword may have any name
     **given: Any,
 ) -> LossOptions:
     options = checks.options(name, complete(name, given))
@@ -266,6 +267,7 @@ _cached_options = lru_cache(maxsize=256, typed=True)(_make_options)
 
 
 def _run(inputs: LossInputs, options: LossOptions, unused_bias: Tensor | None = None) -> Loss:
+    """The only place that knows how the tiled computation is called."""
     value, stats = contrastive_loss(inputs, options)
     if unused_bias is not None:
         value = value + (unused_bias.sum() * 0).to(value)
