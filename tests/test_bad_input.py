@@ -207,8 +207,7 @@ def test_features_must_hold_data(loss: str) -> None:
 @every_loss
 def test_an_empty_batch_is_refused_without_a_group(loss: str) -> None:
     empty = {name: x[:0] for name, x in good(loss).items() if isinstance(x, Tensor)}
-    said = "key" if loss == "info_nce_loss" else FIRST[loss]
-    said += " must have at least one row, got shape (0, 8). Only a rank of a group may bring none."
+    said = f"{FIRST[loss]} must have at least one row, got shape (0, 8). Only a rank of a group may bring none."
     assert_refused(loss, ValueError, said, **empty)
 
 
@@ -815,6 +814,45 @@ def test_tile_beyond_the_memory_budget_is_refused_with_what_it_needs(loss: str) 
     needed = int(re.search(rule, str(caught.value)).group(1))
     getattr(megabatch, loss)(**arguments, memory_budget=needed).backward()
     assert arguments[FIRST[loss]].grad.isfinite().all()
+
+
+# Options of a call that was made before.
+
+
+@every_loss
+def test_an_equal_call_gets_the_same_options(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, contrastive_loss = [], functional.contrastive_loss
+
+    def recorded(inputs: Any, options: Any) -> Any:
+        seen.append(options)
+        return contrastive_loss(inputs, options)
+
+    monkeypatch.setattr(functional, "contrastive_loss", recorded)
+    for reduction in ("mean", "sum", "mean", "sum"):
+        run(loss, reduction=reduction, weight=torch.rand(N) + 1)
+    assert seen[0] is seen[2]
+    assert seen[1] is seen[3]
+    assert [options.reduction for options in seen] == ["mean", "sum", "mean", "sum"]
+
+
+@every_loss
+@pytest.mark.parametrize(
+    ("option", "accepted", "refused"),
+    [
+        ("tile", 1, True),
+        ("tile", (2, 2), (2.0, 2.0)),
+        ("overlap", True, 1),
+        ("normalize", False, 0),
+        ("memory_budget", 10**6, 1e6),
+        ("reduction", "mean", ["mean"]),
+    ],
+)
+def test_what_equals_a_value_accepted_before_is_checked_all_the_same(
+    loss: str, option: str, accepted: Any, refused: Any
+) -> None:
+    run(loss, **{option: accepted})
+    with pytest.raises((TypeError, ValueError), match=f"^{loss}: {option} must be .*, got {re.escape(repr(refused))}"):
+        run(loss, **{option: refused})
 
 
 # Groups.

@@ -113,6 +113,13 @@ def test_unknown_keywords_are_met_with_the_known(library: Any, name: str) -> Non
         getattr(library, name)(**arguments(name), memory_buget="1MiB")
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("keyword", ["name", "ranks", "needs", "site", "given", "function", "self"])
+def test_unknown_keywords_may_have_any_name(name: str, keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: {keyword} is not an option"):
+        getattr(megabatch, name)(**arguments(name), **{keyword: 1})
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_unknown_keywords_of_a_module_are_met_with_the_known(name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: max_scale is not an option. Perhaps max_logit_scale is meant. Opt"):

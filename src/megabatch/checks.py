@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType, FrameType
 from typing import Any
@@ -19,12 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .keywords import ExecutionKeywords, Group, LeftOut, Scalar
+from .keywords import Group, LeftOut, Scalar
 
 # K, M, G and T are powers of 1024, as in Slurm and Docker; with a B they are powers of 1000.
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+_WORDS = {
+    "normalize": (True, False, None),
+    "same_ids": ("mask", "positive"),
+    "reduction": ("mean", "sum", "none"),
+    "return_stats": (True, False),
+    "grad_reduction": ("mean", "sum"),
+    "exchange": ("auto", "ring", "gather"),
+    "overlap": (True, False),
+    "backend": ("auto", "eager", "triton"),
+}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _PACKAGES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
@@ -33,19 +44,14 @@ _WRAPPERS = tuple(f"{_PACKAGES[0]}{name}" for name in ("functional.", "modules."
 _WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
-def check_word(function: str, name: str, value: Any, words: tuple[object, ...]) -> None:
-    # By type too: 1 is not True, and a tensor is no word at all.
-    if not any(type(value) is type(word) and value == word for word in words):
-        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
-
-
 # ---- Tensors.
 
 
-def check_features(function: str, **features: Tensor) -> None:
+def features(function: str, ranks: str, **inputs: Tensor) -> None:
     """Two-dimensional floating tensors of one width, on one device, of one dtype outside of autocast."""
-    for name, value in features.items():
-        _check_dense(function, name, value)
+    first_name, first = next(iter(inputs.items()))
+    for name, value in inputs.items():
+        dense(function, name, value)
         if value.dim() != 2:
             help = {0: "", 1: f" Perhaps {name}[None] is meant.", 3: f" Perhaps {name}.flatten(0, 1) is meant."}
             raise ValueError(
@@ -60,8 +66,11 @@ def check_features(function: str, **features: Tensor) -> None:
             )
         if value.shape[1] == 0:
             raise ValueError(f"{function}: {name} must have at least one column, got shape {tuple(value.shape)}.")
-    (first_name, first), *others = features.items()
-    for name, value in others:
+        if value.shape[0] == 0 and not ranks and name != "negatives":
+            raise ValueError(
+                f"{function}: {name} must have at least one row, got shape {tuple(value.shape)}. Only a rank of a "
+                "group may bring none."
+            )
         if value.shape[1] != first.shape[1]:
             raise ValueError(
                 f"{function}: {first_name} and {name} must have the same width, got {first.shape[1]} and "
@@ -77,20 +86,16 @@ def check_features(function: str, **features: Tensor) -> None:
                 f"{function}: {first_name} and {name} must have the same dtype, got {first.dtype} and {value.dtype}. "
                 "Convert one, or run under torch.autocast."
             )
-    if first.device.type == "meta":
+    if first.is_meta:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
 
 
-def _check_dense(function: str, name: str, value: object) -> None:
+def dense(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         convert = {"ndarray": "torch.from_numpy", "list": "torch.as_tensor", "tuple": "torch.as_tensor"}.get(kind)
         help = f" Use {convert}({name})." if convert else ""
         raise TypeError(f"{function}: {name} must be a tensor, got {kind}.{help}")
-    check_layout(function, name, value)
-
-
-def check_layout(function: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout != torch.strided:
         kind = "a nested one" if value.is_nested else f"{value.layout}"
         raise TypeError(f"{function}: {name} must be a dense tensor, got {kind}. Make it dense first.")
@@ -101,40 +106,22 @@ def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def check_pairs(function: str, **features: Tensor) -> None:
-    """Features of as many rows: row i of one belongs with row i of the other."""
-    check_features(function, **features)
-    (first_name, first), (name, second) = features.items()
-    if len(first) != len(second):
-        raise ValueError(
-            f"{function}: {first_name} and {name} must have the same number of rows, because row i of one belongs with "
-            f"row i of the other; got {len(first)} and {len(second)}. Drop the ragged last batch in the loader, or "
-            "pass the pairs that exist."
-        )
-
-
-def check_not_empty(function: str, name: str, features: Tensor) -> None:
-    if len(features) == 0:
-        raise ValueError(
-            f"{function}: {name} must have at least one row, got shape {tuple(features.shape)}. Only a rank of a group "
-            "may bring none."
-        )
-
-
-def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool) -> None:
-    """None, or one number for every row of `rows`."""
+def vector(
+    function: str, name: str, value: Tensor | None, rows_of: str, rows: Tensor, integers: bool = True, several: str = ""
+) -> Tensor | None:
+    """None, or one number for every row of `rows`. `several` says what to do about several for every row."""
     if value is None:
-        return
-    _check_dense(function, name, value)
-    if value.shape != (len(rows),):
+        return None
+    dense(function, name, value)
+    num_rows = rows.shape[0]
+    if value.shape != (num_rows,):
         raise ValueError(
-            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({len(rows)},), got "
-            f"{tuple(value.shape)}."
+            f"{function}: {name} must have one entry for every row of {rows_of}, shape ({num_rows},), got "
+            f"{tuple(value.shape)}.{several if value.dim() == 2 else ''}"
         )
-    kind, known, convert = (
-        ("integers", _INTEGERS, "long") if integers else ("real numbers", _FLOATS + _INTEGERS, "float")
-    )
+    known = _INTEGERS if integers else _FLOATS + _INTEGERS
     if value.dtype not in known:
+        kind, convert = ("integers", "long") if integers else ("real numbers", "float")
         raise TypeError(
             f"{function}: {name} must be {kind} ({_one_of(known)}), got {value.dtype}. Convert it with .{convert}()."
         )
@@ -143,24 +130,23 @@ def check_vector(function: str, name: str, value: Tensor | None, rows_of: str, r
             f"{function}: {name} must be on the device of {rows_of}, {rows.device}, got {value.device}. "
             "Move it with .to()."
         )
+    if value.requires_grad:
+        raise ValueError(f"{function}: {name} must not require grad, because it gets none. Pass {name}.detach().")
+    return value
 
 
-def check_positives(function: str, positives: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
-    """One row of key per query, by default row i. `several` says what to do about several per query."""
-    if positives is None and len(key) < len(query):
+def positives(function: str, value: Tensor | None, query: Tensor, key: Tensor, several: str) -> None:
+    """One row of key per query, by default row i."""
+    if value is None and key.shape[0] < query.shape[0]:
         raise ValueError(
             f"{function}: key must have at least as many rows as query, because row i of key belongs with query i; got "
             f"{len(key)} and {len(query)}. Pass positives to say which row belongs with which query."
         )
-    if isinstance(positives, Tensor) and positives.dim() == 2:
-        raise ValueError(
-            f"{function}: positives must have one entry for every row of query, shape ({len(query)},), got "
-            f"{tuple(positives.shape)}. For several positives per query, {several}."
-        )
-    check_vector(function, "positives", positives, "query", query, integers=True)
+    several = f" For several positives per query, {several}."
+    vector(function, "positives", value, "query", query, several=several)
 
 
-def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
+def no_tangents(function: str, *inputs: Tensor | None) -> None:
     """Forward-mode derivatives would be dropped silently."""
     if have_tangents(*inputs):
         raise ValueError(
@@ -172,26 +158,14 @@ def check_no_tangents(function: str, *inputs: Tensor | None) -> None:
 def have_tangents(*inputs: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
-    return any(x is not None and _tangent(x) is not None for x in inputs)
-
-
-def _tangent(x: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call,no-any-return]
+    unpack: Any = forward_ad.unpack_dual
+    return any(x is not None and unpack(x).tangent is not None for x in inputs)
 
 
 # ---- Numbers.
 
 
-def check_smoothing(function: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
-    numerator, denominator = float(value).as_integer_ratio()
-    return numerator / denominator
-
-
-def as_scalar(function: str, name: str, value: Scalar) -> Tensor:
+def as_scalar(function: str, name: str, value: Scalar | None) -> Tensor:
     """As a floating 0-d or [1] tensor; a Python number keeps all its digits."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1:
@@ -200,13 +174,13 @@ def as_scalar(function: str, name: str, value: Scalar) -> Tensor:
             )
         if value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{function}: {name} must be a real number, got {value.dtype}. Convert it with .float().")
-        if value.device.type == "meta":
+        if value.is_meta:
             raise ValueError(f"{function}: {name} must hold data, got a tensor on the meta device.")
         return value if value.is_floating_point() else value.double()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(value).__name__}.")
     # A product, because that is what a compiler can take another number into without compiling anew.
-    return torch.ones((), dtype=torch.float64) * float(value)
+    return torch.ones((), dtype=torch.float64, device="cpu") * float(value)
 
 
 def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar | None) -> Tensor:
@@ -220,51 +194,39 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)
         # A scale that was computed, or has the shape of a parameter, is trained and may well fall below 1.
-        if _is_readable(logit_scale) and scale.is_leaf and scale.dim() == 0:
-            warn_scale(function, _number(logit_scale), "logit_scale")
+        if scale.dim() == 0 and scale.is_leaf and _is_readable(scale):
+            warn_scale(function, scale.item(), "logit_scale")
         return scale
-    assert temperature is not None
     value = as_scalar(function, "temperature", temperature)
     value = value if value.dtype == torch.float64 else value.float()
-    if _is_readable(temperature):
-        check_temperature(function, _number(temperature))
+    if _is_readable(value):
+        check_temperature(function, value.item())
         return value.reciprocal()
     # Not looked at here: NaN has the loss refuse a temperature that is not positive and finite.
     return torch.where((value > 0) & value.isfinite(), value, math.nan).reciprocal()
 
 
-def _number(value: Scalar) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _is_readable(value: Scalar) -> bool:
+def _is_readable(value: Tensor) -> bool:
     """Whether the host can look at it at once: not in an accelerator's memory, and not while something traces."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return not isinstance(value, Tensor) or (type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu")
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not is_traced and type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
 
 
-def check_temperature(function: str, temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"{function}: temperature must be positive and finite, got {temperature}.")
-    warn_scale(function, 1 / temperature, "temperature")
+def check_temperature(function: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{function}: temperature must be positive and finite, got {value}.")
+    warn_scale(function, 1 / value, "temperature")
 
 
 def warn_scale(function: str, scale: float, given_as: str) -> None:
-    """Warn once if a scale is below 1. It was `given_as` a scale or as a temperature; the other was probably meant.
-
-    Not while compiling, where a warning would break the graph.
-    """
-    if torch.compiler.is_compiling() or not 0 < scale < 1:
+    """Warn once if a scale is below 1. It was `given_as` a scale or as a temperature; the other was probably meant."""
+    if torch.compiler.is_compiling() or not 0 < scale < 1:  # a warning would break the graph
         return
+    number, problem = f"{scale:.4g}", "below 1 and looks like a temperature. It multiplies the logits"
     if given_as == "temperature":
-        number = f"{1 / scale:.4g}"
-        problem = f"{number} is above 1 and looks like a logit_scale. It divides the logits"
-    else:
-        number = f"{scale:.4g}"
-        problem = f"{number} is below 1 and looks like a temperature. It multiplies the logits"
-    message = f"{given_as}={problem}; if 1 / {number} is meant, pass {given_as}=1 / {number}."
-    warn_once(function, given_as, message)
+        number, problem = f"{1 / scale:.4g}", "above 1 and looks like a logit_scale. It divides the logits"
+    advice = f"if 1 / {number} is meant, pass {given_as}=1 / {number}."
+    warn_once(function, given_as, f"{given_as}={number} is {problem}; {advice}")
 
 
 def warn_once(function: str, kind: str, message: str) -> None:
@@ -274,11 +236,10 @@ def warn_once(function: str, kind: str, message: str) -> None:
         warnings.warn(f"{function}: {message}", stacklevel=_first_frame_outside(_PACKAGES)[1])
 
 
-def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType | None, int]:
+def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType, int]:
     """The first frame of another file, and its `stacklevel` for the function that calls this one."""
-    frame: FrameType | None = sys._getframe(2)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(files):
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(files):
         frame, level = frame.f_back, level + 1
     return frame, level
 
@@ -288,22 +249,37 @@ def call_site() -> str:
     if torch.compiler.is_compiling():
         return ""
     frame, _ = _first_frame_outside((*_WRAPPERS, _PACKAGES[1]))
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {code.co_name}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-# ---- How a call is carried out.
+# ---- Options that are no tensors.
 
 
-def check_execution_options(function: str, options: ExecutionKeywords) -> None:
-    check_word(function, "exchange", options["exchange"], ("auto", "ring", "gather"))
-    check_word(function, "overlap", options["overlap"], (True, False))
-    check_word(function, "backend", options["backend"], ("auto", "eager", "triton"))
+def options(function: str, given: Mapping[str, Any], **words: tuple[object, ...]) -> dict[str, Any]:
+    """The options that are words or numbers, as the tiled computation takes them. `words`: where others are known."""
+    checked = {name: given[name] for name in _WORDS if name in given}
+    for name, value in checked.items():
+        known = words.get(name, _WORDS[name])
+        # By type too: 1 is not True, and a tensor is no word at all.
+        if not any(type(value) is type(word) and value == word for word in known):
+            raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+    if "label_smoothing" in given:
+        checked["label_smoothing"] = _parse_smoothing(function, given["label_smoothing"])
+    checked["tile"] = _parse_tile(function, given["tile"])
+    checked["memory_budget"] = parse_budget(function, given["memory_budget"])
+    return checked
 
 
-def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool = False) -> tuple[int, int] | None:
+def _parse_smoothing(function: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
+    numerator, denominator = float(value).as_integer_ratio()
+    return numerator / denominator
+
+
+def _parse_tile(function: str, tile: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if tile is None:
         return None
     sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
@@ -311,8 +287,6 @@ def parse_tile(function: str, tile: int | tuple[int, int] | None, square: bool =
         raise TypeError(f"{function}: tile must be a whole number or a pair of them, got {tile!r}.")
     if min(sides) < 1:
         raise ValueError(f"{function}: tile must be at least 1, got {tile}. Leave it out to let the plan choose.")
-    if square and sides[0] != sides[1]:
-        raise ValueError(f"{function}: tile must be square, because the logits are symmetric, got {tile}.")
     return operator.index(sides[0]), operator.index(sides[1])
 
 
@@ -322,8 +296,9 @@ def parse_budget(function: str, budget: int | str | None) -> int | None:
         return None
     size: int | None = None
     if isinstance(budget, str):
-        digits = budget.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-        unit = budget.strip()[len(digits) :].strip().upper() or "B"
+        text = budget.strip().upper()
+        digits = text.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = text[len(digits) :].strip() or "B"
         if unit in _UNITS and digits.isascii() and digits.replace(".", "", 1).isdigit():
             size = int(float(digits) * _UNITS[unit])
     elif isinstance(budget, int) and not isinstance(budget, bool):
@@ -341,10 +316,8 @@ def parse_budget(function: str, budget: int | str | None) -> int | None:
 
 def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
     """The name by which the group travels through an operator; "" for this process alone."""
-    if group is None:
-        return ""
-    if isinstance(group, LeftOut | EllipsisType):
-        if dist.is_initialized() and dist.get_world_size() > 1:
+    if group is None or isinstance(group, LeftOut | EllipsisType):
+        if group is not None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "
                 "Pass group=torch.distributed.group.WORLD for the rows of all ranks together, or group=None for those "
@@ -367,7 +340,7 @@ def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
 
 def autocast_dtype(features: Tensor) -> str:
     """Name of the dtype in which autocast multiplies float32 features; "" if it does not."""
-    if features.device.type == "cpu" or not _autocasts(features.device):
+    if features.is_cpu or not _autocasts(features.device):
         return ""
     return str(torch.get_autocast_dtype(features.device.type)).removeprefix("torch.")
 

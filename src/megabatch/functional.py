@@ -1,34 +1,18 @@
 """The losses as functions: check the arguments, describe the loss, run it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .checks import (
-    as_scalar,
-    autocast_dtype,
-    call_site,
-    check_execution_options,
-    check_features,
-    check_no_tangents,
-    check_not_empty,
-    check_pairs,
-    check_positives,
-    check_smoothing,
-    check_vector,
-    check_word,
-    group_name,
-    parse_budget,
-    parse_tile,
-    resolve_scale,
-)
+from . import checks
 from .distributed.ranks import refuse_together
 from .keywords import (
     ClipKeywords,
     InfoNCEKeywords,
-    LeftOut,
     LogitScale,
     LossKeywords,
     Scalar,
@@ -38,13 +22,10 @@ from .keywords import (
     with_keywords,
 )
 from .losses import spec as specs
-from .losses.spec import Spec
 from .tiling.operators import contrastive_loss
 from .tiling.options import LossInputs, LossOptions, Needs
 
 Loss = Tensor | tuple[Tensor, dict[str, Tensor]]
-
-_IMAGE_AND_TEXT = ("image_to_text", "text_to_image")
 
 
 @with_keywords
@@ -70,20 +51,12 @@ def clip_loss(
         logit_bias: Accepted because models return one. A softmax does not depend on it: its gradient is zero.
     """
     name = "clip_loss"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        options = complete(name, options)
-        check_pairs(name, image_features=image_features, text_features=text_features)
-        id_rule = _check_ids(name, options, "image_features", image_features)
-        bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
-        spec = specs.clip(id_rule, check_smoothing(name, options["label_smoothing"]))
-        call = _check(name, ranks, spec, options, "image_features", (image_features, text_features, None), logit_scale)
-    result = _run(call, (options["ids"], options["ids"], None), directions=_IMAGE_AND_TEXT)
-    if bias is None:
-        return result
-    value, *stats = result if isinstance(result, tuple) else (result,)
-    value = value + (bias.sum() * 0).to(value)
-    return (value, stats[0]) if stats else value
+        inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
+        bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
+        call = _check(name, ranks, specs.clip, inputs, logit_scale, options)
+    return _run(*call, unused_bias=bias)
 
 
 @with_keywords
@@ -112,23 +85,33 @@ def info_nce_loss(
             group, rows of this rank's `key`.
     """
     name = "info_nce_loss"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        options = complete(name, options)
         if isinstance(negatives, Tensor) and negatives.dim() == 3:
             raise ValueError(
                 f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
                 f"{tuple(negatives.shape)}. Pass negatives.flatten(0, 1)."
             )
         extra = {} if negatives is None else {"negatives": negatives}
-        check_features(name, query=query, key=key, **extra)
-        if not ranks:
-            check_not_empty(name, "key", key)
-        check_positives(name, positives, query, key, "give query_ids and key_ids with same_ids='positive'")
-        id_rule = _check_pair_ids(name, ranks, options, query, key, negatives)
-        spec = specs.info_nce(id_rule, check_smoothing(name, options["label_smoothing"]))
-        call = _check(name, ranks, spec, options, "query", (query, key, negatives), logit_scale)
-    return _run(call, (options["query_ids"], options["key_ids"], options["negative_ids"]), positives)
+        checks.features(name, ranks, query=query, key=key, **extra)
+        checks.positives(name, positives, query, key, "give query_ids and key_ids with same_ids='positive'")
+        query_ids = checks.vector(name, "query_ids", options.pop("query_ids", None), "query", query)
+        key_ids = checks.vector(name, "key_ids", options.pop("key_ids", None), "key", key)
+        negative_ids = options.pop("negative_ids", None)
+        if negatives is not None:
+            checks.vector(name, "negative_ids", negative_ids, "negatives", negatives)
+        elif negative_ids is not None:
+            raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
+        has_column_ids = key_ids is not None or negative_ids is not None
+        # With several ranks, the columns that have ids may be another rank's negatives.
+        if has_column_ids != (query_ids is not None) and (has_column_ids or not ranks):
+            rule = "ids must be given for both sides of a pair, query_ids with key_ids or negative_ids"
+            got = "query_ids alone" if query_ids is not None else "no query_ids"
+            raise ValueError(f"{name}: {rule}, got {got}.")
+        weight = checks.vector(name, "weight", options.pop("weight", None), "query", query, integers=False)
+        inputs = LossInputs(query, key, negatives, None, None, query_ids, key_ids, negative_ids, positives, weight)
+        call = _check(name, ranks, specs.info_nce, inputs, logit_scale, options)
+    return _run(*call)
 
 
 @with_keywords
@@ -153,14 +136,11 @@ def siglip_loss(
         logit_bias: Added to every logit; a float, 0-d or shape-[1] tensor. None: 0.
     """
     name = "siglip_loss"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        options = complete(name, options)
-        check_pairs(name, image_features=image_features, text_features=text_features)
-        spec = specs.siglip(_check_ids(name, options, "image_features", image_features))
-        features = (image_features, text_features, None)
-        call = _check(name, ranks, spec, options, "image_features", features, logit_scale, logit_bias)
-    return _run(call, (options["ids"], options["ids"], None), directions=_IMAGE_AND_TEXT)
+        inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
+        call = _check(name, ranks, specs.siglip, inputs, logit_scale, options, logit_bias)
+    return _run(*call)
 
 
 @with_keywords
@@ -179,14 +159,11 @@ def nt_xent_loss(view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, *
             With reduction "none" there are 2N losses, those of `view1` first; `weight` and `ids` apply to both views.
     """
     name = "nt_xent_loss"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        options = complete(name, options)
-        check_pairs(name, view1=view1, view2=view2)
-        id_rule = _check_ids(name, options, "view1", view1)
-        spec = specs.nt_xent(id_rule, check_smoothing(name, options["label_smoothing"]))
-        call = _check(name, ranks, spec, options, "view1", (view1, view2, None), logit_scale)
-    return _run(call, (options["ids"], options["ids"], None))
+        inputs = _pairs(name, ranks, options, view1=view1, view2=view2)
+        call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, options)
+    return _run(*call)
 
 
 @with_keywords
@@ -210,129 +187,97 @@ def supcon_loss(
         labels: `[N]` integers. Rows of one label are positives of each other.
     """
     name = "supcon_loss"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        options = complete(name, options)
-        check_features(name, features=features)
-        if labels is None:
-            raise TypeError(f"{name}: labels must be a tensor, got None.")
-        check_vector(name, "labels", labels, "features", features, integers=True)
-        spec = specs.supcon(check_smoothing(name, options["label_smoothing"]))
-        call = _check(name, ranks, spec, options, "features", (features, None, None), logit_scale)
-    return _run(call, (labels, None, None))
+        checks.features(name, ranks, features=features)
+        checks.dense(name, "labels", labels)
+        checks.vector(name, "labels", labels, "features", features)
+        weight = checks.vector(name, "weight", options.pop("weight", None), "features", features, integers=False)
+        inputs = LossInputs(features, row_ids=labels, weight=weight)
+        call = _check(name, ranks, specs.supcon, inputs, logit_scale, options)
+    return _run(*call)
 
 
-def _check_ids(name: str, options: SigLipKeywords, rows_name: str, rows: Tensor) -> str:
-    """What pairs of equal ids are: "mask", "positive", or "ignore" if there are no ids."""
-    check_word(name, "same_ids", options["same_ids"], ("mask", "positive"))
-    check_vector(name, "ids", options["ids"], rows_name, rows, integers=True)
-    return "ignore" if options["ids"] is None else options["same_ids"]
-
-
-def _check_pair_ids(
-    name: str, ranks: str, options: InfoNCEKeywords, query: Tensor, key: Tensor, negatives: Tensor | None
-) -> str:
-    check_word(name, "same_ids", options["same_ids"], ("mask", "positive"))
-    query_ids, key_ids, negative_ids = options["query_ids"], options["key_ids"], options["negative_ids"]
-    check_vector(name, "query_ids", query_ids, "query", query, integers=True)
-    check_vector(name, "key_ids", key_ids, "key", key, integers=True)
-    if negative_ids is not None and negatives is None:
-        raise ValueError(f"{name}: negative_ids must come with negatives, got none.")
-    if negatives is not None:
-        check_vector(name, "negative_ids", negative_ids, "negatives", negatives, integers=True)
-    has_column_ids = key_ids is not None or negative_ids is not None
-    # With several ranks, the columns that have ids may be another rank's negatives.
-    if has_column_ids != (query_ids is not None) and (has_column_ids or not ranks):
-        got = "query_ids alone" if query_ids is not None else "no query_ids"
+def _pairs(name: str, ranks: str, options: SigLipKeywords, **features: Tensor) -> LossInputs:
+    """Rows and columns, of which row i of one belongs with row i of the other."""
+    checks.features(name, ranks, **features)
+    (rows_name, rows), (columns_name, columns) = features.items()
+    if rows.shape[0] != columns.shape[0]:
         raise ValueError(
-            f"{name}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got {got}."
+            f"{name}: {rows_name} and {columns_name} must have the same number of rows, because row i of one belongs "
+            f"with row i of the other; got {len(rows)} and {len(columns)}. Drop the ragged last batch in the loader, "
+            "or pass the pairs that exist."
         )
-    return "ignore" if query_ids is None else options["same_ids"]
-
-
-class _Checked(NamedTuple):
-    """The arguments of a loss that have been checked."""
-
-    function: str
-    ranks: str
-    spec: Spec
-    options: LossKeywords
-    features: tuple[Tensor, Tensor | None, Tensor | None]
-    scale: Tensor
-    bias: Tensor | None
-    tile: tuple[int, int] | None
-    memory_budget: int | None
+    ids = checks.vector(name, "ids", options.pop("ids", None), rows_name, rows)
+    weight = checks.vector(name, "weight", options.pop("weight", None), rows_name, rows, integers=False)
+    return LossInputs(rows, columns, row_ids=ids, column_ids=ids, weight=weight)
 
 
 def _check(
     name: str,
     ranks: str,
-    spec: Spec,
-    options: LossKeywords,
-    rows_name: str,
-    features: tuple[Tensor, Tensor | None, Tensor | None],
+    make_spec: Callable[..., specs.Spec],
+    inputs: LossInputs,
     logit_scale: Scalar | None,
+    options: LossKeywords,
     logit_bias: Scalar | None = None,
-) -> _Checked:
-    """The checks that all losses share."""
-    rows, weight = features[0], options["weight"]
-    if not ranks:
-        check_not_empty(name, rows_name, rows)
-    check_vector(name, "weight", weight, rows_name, rows, integers=False)
-    if weight is not None and weight.requires_grad:
-        raise ValueError(f"{name}: weight must not require grad, because it gets none. Pass weight.detach().")
-    check_word(name, "normalize", options["normalize"], (True, False, None))
-    check_word(name, "reduction", options["reduction"], ("mean", "sum", "none"))
-    check_word(name, "grad_reduction", options["grad_reduction"], ("mean", "sum"))
-    check_word(name, "return_stats", options["return_stats"], (True, False))
-    check_execution_options(name, options)
-    tile = parse_tile(name, options["tile"], square=spec.symmetric)
-    budget = parse_budget(name, options["memory_budget"])
-    bias = None if logit_bias is None else as_scalar(name, "logit_bias", logit_bias)
-    scale = resolve_scale(name, logit_scale, options["temperature"])
-    check_no_tangents(name, *features, scale, bias)
-    return _Checked(name, ranks, spec, options, features, scale, bias, tile, budget)
+) -> tuple[LossInputs, LossOptions]:
+    """The checks that all losses share: of the scale, the bias, and the options that are no tensors."""
+    temperature, grad_enabled = options.pop("temperature", None), torch.is_grad_enabled()
+    differentiable = (*inputs.features, logit_scale if temperature is None else temperature, logit_bias)
+    needs = tuple([grad_enabled and isinstance(x, Tensor) and x.requires_grad for x in differentiable])
+    has_ids, autocast = inputs.row_ids is not None, checks.autocast_dtype(inputs.rows)
+    facts = (name, ranks, make_spec, has_ids, needs, grad_enabled, autocast, checks.call_site() if ranks else "")
+    cacheable = not torch.compiler.is_compiling() and _CACHEABLE.issuperset(map(type, options.values()))
+    call = (_cached_options if cacheable else _make_options)(*facts, **options)
+    scale = checks.resolve_scale(name, logit_scale, temperature)
+    bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
+    checks.no_tangents(name, *inputs.features, scale, bias)
+    return inputs._replace(scale=scale, bias=bias), call
 
 
-def _run(
-    checked: _Checked,
-    ids: tuple[Tensor | None, Tensor | None, Tensor | None],
-    positives: Tensor | None = None,
-    directions: tuple[str, ...] = (),
-) -> Loss:
+def _make_options(
+    name: str,
+    ranks: str,
+    make_spec: Callable[..., specs.Spec],
+    has_ids: bool,
+    needs: tuple[bool, ...],
+    grad_enabled: bool,
+    autocast: str,
+    site: str,
+    /,  # an unknown keyword may have any name
+    **given: Any,
+) -> LossOptions:
+    options = checks.options(name, complete(name, given))
+    of_spec = {}
+    if "same_ids" in options:
+        same_ids = options.pop("same_ids")
+        of_spec["id_rule"] = same_ids if has_ids else "ignore"
+    if "label_smoothing" in options:
+        of_spec["label_smoothing"] = options.pop("label_smoothing")
+    spec, tile = make_spec(**of_spec), options["tile"]
+    if spec.symmetric and tile is not None and tile[0] != tile[1]:
+        raise ValueError(f"{name}: tile must be square, because the logits are symmetric, got {tile}.")
+    options |= {"group": ranks, "autocast_dtype": autocast, "grad_enabled": grad_enabled, "call_site": site}
+    return LossOptions(name, spec, Needs(*needs), **options)
+
+
+_CACHEABLE = {str, bool, int, float, type(None)}  # no tensors, and nothing that equals a value of another type inside
+_cached_options = lru_cache(maxsize=256, typed=True)(_make_options)
+
+
+def _run(inputs: LossInputs, options: LossOptions, unused_bias: Tensor | None = None) -> Loss:
     """The only place that knows how the tiled computation is called."""
-    options, grad_enabled = checked.options, torch.is_grad_enabled()
-    differentiable = (*checked.features, checked.scale, checked.bias)
-    call = LossOptions(
-        checked.function,
-        checked.spec,
-        Needs(*(grad_enabled and x is not None and x.requires_grad for x in differentiable)),
-        options["reduction"],
-        options["return_stats"],
-        options["normalize"],
-        checked.tile,
-        checked.memory_budget,
-        options["backend"],
-        autocast_dtype(checked.features[0]),
-        checked.ranks,
-        options["grad_reduction"],
-        options["exchange"],
-        options["overlap"],
-        grad_enabled,
-        call_site() if checked.ranks else "",
-    )
-    inputs = LossInputs(*differentiable, *ids, positives, options["weight"])
-    value, stats = contrastive_loss(inputs, call)
-    if stats is None or not call.return_stats:
+    value, stats = contrastive_loss(inputs, options)
+    if unused_bias is not None:
+        value = value + (unused_bias.sum() * 0).to(value)
+    if stats is None or not options.return_stats:
         return value
-    return value, _named(stats, value.dtype, call.spec, directions)
-
-
-def _named(stats: Tensor, dtype: torch.dtype, spec: Spec, directions: tuple[str, ...]) -> dict[str, Tensor]:
-    loss, accuracy, positive_logit, *losses_and_accuracies = stats.detach().to(dtype).unbind()
-    named: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "positive_logit": positive_logit}
-    for index, direction in enumerate(directions):
-        if spec.epilogue == "softmax":
-            named[f"loss_{direction}"] = losses_and_accuracies[index]
-        named[f"accuracy_{direction}"] = losses_and_accuracies[2 + index]
-    return named
+    loss, accuracy, positive_logit, *each_direction = stats.detach().to(value.dtype).unbind()
+    named = {"loss": loss, "accuracy": accuracy, "positive_logit": positive_logit}
+    for index, direction in enumerate(("image_to_text", "text_to_image")):
+        if options.spec.column_loss:
+            named[f"loss_{direction}"] = each_direction[index]
+        if options.spec.column_loss or options.spec.epilogue == "sigmoid":
+            named[f"accuracy_{direction}"] = each_direction[2 + index]
+    return value, named

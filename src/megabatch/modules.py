@@ -6,19 +6,18 @@ is cast to, and has shape [1], because FSDP2 shards no 0-d parameters.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .checks import check_temperature, group_name, warn_scale
+from . import checks
 from .distributed.ranks import refuse_together
 from .functional import Loss, clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
 from .keywords import (
     ClipModuleKeywords,
     InfoNCEModuleKeywords,
-    LeftOut,
     Scalar,
     SigLipModuleKeywords,
     SupConModuleKeywords,
@@ -26,21 +25,33 @@ from .keywords import (
     with_keywords,
 )
 
+Temperature = Annotated[float | None, "1 / scale. None: the module has no scale, pass `logit_scale` to every forward."]
+_OWNS_ONE = (
+    "must not be passed, because this module owns one. Drop it, or construct the module with init_logit_scale=None."
+)
+
 
 class _ContrastiveLoss(nn.Module):
-    """A loss function with its options and, unless `scale` is None, a scale of its own."""
+    """A loss function with its options and, unless scale and temperature are None, a scale of its own."""
 
     function: Callable[..., Loss]
 
-    def __init__(self, name: str, scale: float | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, options: Mapping[str, Any], scale: float | None = None, temperature: float | None = None
+    ) -> None:
         super().__init__()
+        if scale is not None:
+            checks.warn_scale(name, scale, "init_logit_scale")
+        if temperature is not None:
+            checks.check_temperature(name, temperature)
+            scale = 1 / temperature
         for option in options:
             if option in type(self).forward.__annotations__:
                 raise TypeError(f"{name}: {option} is not an option of the module. Pass it to forward.")
             if option == "temperature":
                 raise TypeError(f"{name}: temperature is not an option. Pass init_logit_scale=1 / temperature.")
         own = complete(name, options)
-        learnable, max_logit_scale, normalize = own["learnable"], own["max_logit_scale"], own["normalize"]
+        learnable, max_logit_scale = own["learnable"], own["max_logit_scale"]
         if scale is not None and not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"{name}: the scale must be positive and finite, got {scale}.")
         if max_logit_scale is not None and not max_logit_scale > 0:
@@ -50,9 +61,8 @@ class _ContrastiveLoss(nn.Module):
                 f"{name}: the scale must start at or below max_logit_scale, got {scale} and {max_logit_scale}."
             )
         self.max_logit_scale = max_logit_scale if learnable else None
-        self.options = {} if normalize is None else {"normalize": normalize}
-        of_the_module = ("learnable", "max_logit_scale", "normalize")
-        self.options |= {option: value for option, value in options.items() if option not in of_the_module}
+        given = {option: value for option, value in options.items() if option not in ("learnable", "max_logit_scale")}
+        self.options = given if own["normalize"] is None else {"normalize": own["normalize"], **given}
         self.logit_scale = None if scale is None else _parameter(math.log(scale), learnable)
         self.logit_bias: nn.Parameter | None = None
 
@@ -66,30 +76,23 @@ class _ContrastiveLoss(nn.Module):
 
     def _scale(self, given: Scalar | None) -> Scalar | None:
         if self.logit_scale is None:
-            if given is None:
-                self._refuse("logit_scale must be passed, because this module owns none.")
+            self._refuse_if(given is None, "logit_scale must be passed, because this module owns none.")
             return given
-        self._refuse_another("logit_scale", given)
+        self._refuse_if(given is not None, f"logit_scale {_OWNS_ONE}")
         if self.training and self.max_logit_scale is not None:
             with torch.no_grad():
                 self.logit_scale.clamp_(max=math.log(self.max_logit_scale))
         return self.logit_scale.exp()
 
-    def _refuse_another(self, name: str, given: object) -> None:
-        if given is not None:
-            self._refuse(
-                f"{name} must not be passed, because this module owns one. Drop it, or construct the module with "
-                "init_logit_scale=None."
-            )
-
-    def _refuse(self, why: str) -> None:
+    def _refuse_if(self, wrong: bool, why: str) -> None:
         """Raise on all ranks: the others have called the function, where they wait for this one."""
-        function = type(self).function.__name__
-        with refuse_together(function, group_name(function, self.options.get("group", LeftOut.GROUP))):
-            raise ValueError(f"{type(self).__name__}: {why}")
+        if wrong:
+            function = type(self).function.__name__
+            with refuse_together(function, checks.group_name(function, self.options.get("group", ...))):
+                raise ValueError(f"{type(self).__name__}: {why}")
 
-    def _run(self, *features: Tensor, output_dict: bool = False, **keywords: Any) -> Any:
-        result = type(self).function(*features, **self.options, **keywords)
+    def _run(self, first: Tensor, second: Tensor, scale: Scalar | None, output_dict: bool, **keywords: Any) -> Any:
+        result = type(self).function(first, second, self._scale(scale), **self.options, **keywords)
         if not output_dict:
             return result
         if isinstance(result, tuple):
@@ -120,11 +123,6 @@ def _parameter(value: float, learnable: bool) -> nn.Parameter:
 class _ImageTextLoss(_ContrastiveLoss):
     """A loss of images and texts, which may have a bias."""
 
-    def __init__(self, name: str, init_logit_scale: float | None, options: Mapping[str, Any]) -> None:
-        if init_logit_scale is not None:
-            warn_scale(name, init_logit_scale, "init_logit_scale")
-        super().__init__(name, init_logit_scale, options)
-
     def forward(
         self,
         image_features: Tensor,
@@ -137,12 +135,11 @@ class _ImageTextLoss(_ContrastiveLoss):
         ids: Tensor | None = None,
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
-        scale = self._scale(logit_scale)
         if self.logit_bias is not None:
-            self._refuse_another("logit_bias", logit_bias)
+            self._refuse_if(logit_bias is not None, f"logit_bias {_OWNS_ONE}")
             logit_bias = self.logit_bias
-        keywords = {"logit_scale": scale, "logit_bias": logit_bias, "weight": weight, "ids": ids}
-        return self._run(image_features, text_features, output_dict=output_dict, **keywords)
+        keywords = {"logit_bias": logit_bias, "weight": weight, "ids": ids}
+        return self._run(image_features, text_features, logit_scale, output_dict, **keywords)
 
 
 @with_keywords
@@ -156,7 +153,7 @@ class ClipLoss(_ImageTextLoss):
     function = staticmethod(clip_loss)
 
     def __init__(self, init_logit_scale: float | None = 1 / 0.07, **options: Unpack[ClipModuleKeywords]) -> None:
-        super().__init__("ClipLoss", init_logit_scale, options)
+        super().__init__("ClipLoss", options, scale=init_logit_scale)
 
 
 @with_keywords
@@ -173,32 +170,19 @@ class SigLipLoss(_ImageTextLoss):
     def __init__(
         self, init_logit_scale: float | None = 10, init_logit_bias: float = -10, **options: Unpack[SigLipModuleKeywords]
     ) -> None:
-        super().__init__("SigLipLoss", init_logit_scale, options)
+        super().__init__("SigLipLoss", options, scale=init_logit_scale)
         if self.logit_scale is not None:
             self.logit_bias = _parameter(float(init_logit_bias), self.logit_scale.requires_grad)
 
 
-class _TemperatureLoss(_ContrastiveLoss):
-    """A loss that is constructed with a temperature, by default fixed."""
-
-    def __init__(self, name: str, temperature: float | None, options: Mapping[str, Any]) -> None:
-        if temperature is not None:
-            check_temperature(name, temperature)
-        super().__init__(name, None if temperature is None else 1 / temperature, options)
-
-
 @with_keywords
-class InfoNCELoss(_TemperatureLoss):
-    """`info_nce_loss` as a module.
-
-    Args:
-        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
-    """
+class InfoNCELoss(_ContrastiveLoss):
+    """`info_nce_loss` as a module."""
 
     function = staticmethod(info_nce_loss)
 
-    def __init__(self, temperature: float | None = 0.05, **options: Unpack[InfoNCEModuleKeywords]) -> None:
-        super().__init__("InfoNCELoss", temperature, options)
+    def __init__(self, temperature: Temperature = 0.05, **options: Unpack[InfoNCEModuleKeywords]) -> None:
+        super().__init__("InfoNCELoss", options, temperature=temperature)
 
     def forward(
         self,
@@ -217,22 +201,17 @@ class InfoNCELoss(_TemperatureLoss):
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
         ids = {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids}
         keywords = {"negatives": negatives, "positives": positives, "weight": weight, **ids}
-        scale = self._scale(logit_scale)
-        return self._run(query, key, output_dict=output_dict, logit_scale=scale, **keywords)
+        return self._run(query, key, logit_scale, output_dict, **keywords)
 
 
 @with_keywords
-class NTXentLoss(_TemperatureLoss):
-    """`nt_xent_loss` as a module.
-
-    Args:
-        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
-    """
+class NTXentLoss(_ContrastiveLoss):
+    """`nt_xent_loss` as a module."""
 
     function = staticmethod(nt_xent_loss)
 
-    def __init__(self, temperature: float | None = 0.5, **options: Unpack[InfoNCEModuleKeywords]) -> None:
-        super().__init__("NTXentLoss", temperature, options)
+    def __init__(self, temperature: Temperature = 0.5, **options: Unpack[InfoNCEModuleKeywords]) -> None:
+        super().__init__("NTXentLoss", options, temperature=temperature)
 
     def forward(
         self,
@@ -245,22 +224,17 @@ class NTXentLoss(_TemperatureLoss):
         output_dict: bool = False,
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
-        scale = self._scale(logit_scale)
-        return self._run(view1, view2, output_dict=output_dict, logit_scale=scale, weight=weight, ids=ids)
+        return self._run(view1, view2, logit_scale, output_dict, weight=weight, ids=ids)
 
 
 @with_keywords
-class SupConLoss(_TemperatureLoss):
-    """`supcon_loss` as a module.
-
-    Args:
-        temperature: 1 / scale. None: the module has no scale, pass `logit_scale` to every forward.
-    """
+class SupConLoss(_ContrastiveLoss):
+    """`supcon_loss` as a module."""
 
     function = staticmethod(supcon_loss)
 
-    def __init__(self, temperature: float | None = 0.1, **options: Unpack[SupConModuleKeywords]) -> None:
-        super().__init__("SupConLoss", temperature, options)
+    def __init__(self, temperature: Temperature = 0.1, **options: Unpack[SupConModuleKeywords]) -> None:
+        super().__init__("SupConLoss", options, temperature=temperature)
 
     def forward(
         self,
@@ -272,4 +246,4 @@ class SupConLoss(_TemperatureLoss):
         output_dict: bool = False,
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
-        return self._run(features, labels, output_dict=output_dict, logit_scale=self._scale(logit_scale), weight=weight)
+        return self._run(features, labels, logit_scale, output_dict, weight=weight)

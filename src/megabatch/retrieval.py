@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from . import checks
 from .backends import workspace
 from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
-from .checks import (
-    check_execution_options,
-    check_features,
-    check_not_empty,
-    check_positives,
-    check_vector,
-    check_word,
-    group_name,
-    parse_budget,
-    parse_tile,
-)
 from .distributed.ranks import Ranks, feature_facts, refuse_together
-from .keywords import LeftOut, SearchKeywords, complete, with_keywords
+from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
 from .tiling.guards import Norms, check_indices, inverse_norms, row_norms
@@ -60,20 +50,18 @@ def retrieval_ranks(
         `[N]` int64. A query whose positive scores NaN gets M: it was not found.
     """
     name = "retrieval_ranks"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        search = _Search(name, query, key, ranks, complete(name, options))
-        check_positives(name, positives, query, key, "rank each column of positives by itself")
-        if positives is None:
-            positives = torch.arange(len(query), device=query.device)
+        search = _Search(name, ranks, query, key, complete(name, options))
+        checks.positives(name, positives, query, key, "rank each column of positives by itself")
+        row = torch.arange(len(query), device=query.device)
+        positives = row if positives is None else positives.long()
         check_indices(name, "positives", positives, len(key))
-    search.connect()
-    queries, keys = search.layout.rows[0], search.layout.columns[0]
-    score = search.pair_scores(queries, torch.arange(len(query), device=query.device), keys, positives.long())
+    search.connect(LossInputs(query, key))
+    score = search.pair_scores(search.layout.rows[0], row, search.layout.columns[0], positives)
     above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    for tile, scores in search.tiles():
-        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
-        search.count_above(tile, scores, score[rows], above[rows])
+    for tile, rows, scores in search.tiles():
+        search.count_above(tile, scores, search.query_norm[rows], score[rows], above[rows])
     return torch.where(score.isnan(), search.num_keys, above)
 
 
@@ -99,36 +87,33 @@ def similarity_topk(
         count the keys of all ranks in rank order. Where fewer than k keys are left: -inf and -1.
     """
     name = "similarity_topk"
-    ranks = group_name(name, options.get("group", LeftOut.GROUP))
+    ranks = checks.group_name(name, options.pop("group", ...))
     with refuse_together(name, ranks):
-        search = _Search(name, query, key, ranks, complete(name, options))
+        search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
-        positives, query_ids, key_ids = _check_exclude(name, exclude, query, key)
-    search.connect(k, positives, query_ids, key_ids)
+        inputs = _check_exclude(name, exclude, query, key)
+    search.connect(inputs, k)
     values = torch.full((len(query), k), -torch.inf, dtype=search.dtype, device=query.device)
     indices = torch.full((len(query), k), -1, dtype=torch.int64, device=query.device)
-    for tile, scores in search.tiles():
-        rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+    for tile, rows, scores in search.tiles():
         _exclude(tile, scores)
         _keep_best(values[rows], indices[rows], scores, tile.columns.offset)
     return values, indices
 
 
-def _check_exclude(
-    name: str, exclude: Exclude, query: Tensor, key: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As positives, ids of queries and ids of keys."""
+def _check_exclude(name: str, exclude: Exclude, query: Tensor, key: Tensor) -> LossInputs:
+    """What a loss would mask: positives, or pairs of equal ids."""
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
-        check_vector(name, "exclude[0]", exclude[0], "query", query, integers=True)
-        check_vector(name, "exclude[1]", exclude[1], "key", key, integers=True)
-        return None, exclude[0], exclude[1]
-    check_vector(name, "exclude", exclude, "query", query, integers=True)
+        query_ids = checks.vector(name, "exclude[0]", exclude[0], "query", query)
+        key_ids = checks.vector(name, "exclude[1]", exclude[1], "key", key)
+        return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
+    checks.vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
         check_indices(name, "exclude", exclude, len(key))
-    return exclude, None, None
+    return LossInputs(query, key, positives=exclude)
 
 
 def _exclude(tile: Tile, scores: Tensor) -> None:
@@ -156,46 +141,32 @@ def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int) -> 
 class _Search:
     """This rank's queries against the keys of all ranks, tile by tile."""
 
-    def __init__(self, name: str, query: Tensor, key: Tensor, ranks: str, options: SearchKeywords) -> None:
-        check_features(name, query=query, key=key)
-        if not ranks:
-            check_not_empty(name, "query", query)
-            check_not_empty(name, "key", key)
-        self.normalize = options["normalize"]
-        check_word(name, "normalize", self.normalize, (True, False))
-        check_execution_options(name, options)
-        self.name, self.query, self.key, self.options = name, query, key, options
+    def __init__(self, name: str, ranks: str, query: Tensor, key: Tensor, options: SearchKeywords) -> None:
+        checks.features(name, ranks, query=query, key=key)
+        self.options = checks.options(name, options, normalize=(True, False))
+        self.tile, self.normalize = self.options["tile"], self.options["normalize"]
+        self.name, self.query, self.key, self.dtype = name, query, key, compute_dtype(query)
         self.ranks = Ranks(name, ranks, device=key.device)
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
-        self.tile = parse_tile(name, options["tile"])
-        self.budget = parse_budget(name, options["memory_budget"]) or chosen.default_budget
+        self.budget = self.options["memory_budget"] or chosen.default_budget
         norms = row_norms(query), row_norms(key)
         self.inverse = tuple(inverse_norms(x) for x in norms) if self.normalize else (None, None)
         self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
-        self.dtype = compute_dtype(query)
         operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else self.dtype
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, operand, query.device)
 
-    def connect(
-        self,
-        k: int | None = None,
-        positives: Tensor | None = None,
-        query_ids: Tensor | None = None,
-        key_ids: Tensor | None = None,
-    ) -> None:
+    def connect(self, inputs: LossInputs, k: int | None = None) -> None:
         """Learn how many keys every rank has, and lay out the tiles."""
-        exchange, given = (
-            self.options["exchange"],
-            "positives" if positives is not None else "ids" if key_ids is not None else "none",
-        )
-        same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": given}
+        exchange, has_ids = self.options["exchange"], inputs.column_ids is not None
+        exclude = "positives" if inputs.positives is not None else "ids" if has_ids else "none"
+        same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": exclude}
         mine = RankInfo(
             rows=(0, len(self.key), 0),  # queries stay at home: theirs are counted from 0
             dtypes=("", str(self.key.dtype).removeprefix("torch."), ""),
-            ids=(query_ids is not None, key_ids is not None, False),
+            ids=(inputs.row_ids is not None, has_ids, False),
             max_norms=(0.0, self.max_key_norm, 0.0),
             budget=self.budget,
         )
@@ -208,7 +179,7 @@ class _Search:
         gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
         fits = gathered <= min(info.budget or self.budget for info in infos)
         self.layout = Layout(
-            LossInputs(self.query, self.key, row_ids=query_ids, column_ids=key_ids, positives=positives),
+            inputs,
             Spec("softmax"),
             Norms((*self.inverse, None), mine.max_norms),
             self.ranks,
@@ -239,15 +210,16 @@ class _Search:
             )
         return height, width
 
-    def tiles(self) -> Iterator[tuple[Tile, Tensor]]:
-        """Every tile with its scores, which the next tile overwrites."""
+    def tiles(self) -> Iterator[tuple[Tile, slice, Tensor]]:
+        """Every tile, the queries it has, and its scores, which the next tile overwrites."""
         with torch.autocast(self.key.device.type, enabled=False):
             for tile in chain.from_iterable(self.layout.strips(*self.sides)):
-                yield tile, self.backend.scores(tile)
+                rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
+                yield tile, rows, self.backend.scores(tile)
 
-    def count_above(self, tile: Tile, scores: Tensor, positive: Tensor, above: Tensor) -> None:
+    def count_above(self, tile: Tile, scores: Tensor, query_norm: Tensor, positive: Tensor, above: Tensor) -> None:
         """Add the keys of a tile that score above the positive by more than rounding. `positive` is float64."""
-        norms = self.query_norm[tile.rows.offset : tile.rows.offset + len(tile.rows)].double() * tile.columns.max_norm
+        norms = query_norm.double() * tile.columns.max_norm
         exact = 2 * self._error_bound(torch.float64) * norms
         bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
         below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_layout, have_tangents
+from .. import checks
 from .conditions import versions
 from .nested import Name, Names, Visit, holds_tensors, leaves_of, map_leaves
 
@@ -120,13 +120,13 @@ class Batch:
             kept, cut = not argument.names.isdisjoint(whole), not argument.names.isdisjoint(split)
             if kept and cut:
                 raise ValueError(f"chunked: {argument.path} must be named in whole or in split, got both. Drop one.")
-            if have_tangents(argument.value if isinstance(argument.value, Tensor) else None):
+            if checks.have_tangents(argument.value if isinstance(argument.value, Tensor) else None):
                 raise ValueError(
                     f"chunked: {argument.path} must not carry a forward-mode tangent, because there is only a "
                     "backward. Use torch.autograd.grad."
                 )
             if isinstance(argument.value, Tensor):
-                check_layout("chunked", argument.path, argument.value)
+                checks.dense("chunked", argument.path, argument.value)
                 argument.split = not kept and argument.value.dim() > 0
             if cut:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
