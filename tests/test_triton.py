@@ -1,6 +1,5 @@
 """The kernels, run by Triton's interpreter on the CPU: the eager backend's results, whatever is asked of them."""
 
-import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from torch.nn.functional import normalize
 
 import megabatch
 from megabatch import reference
-from megabatch.backends import backend as backends
 from megabatch.backends import triton_backend, triton_settings, workspace
 from megabatch.backends.eager import Eager
 from megabatch.backends.triton_backend import Triton
@@ -747,7 +745,7 @@ def test_dot_products_and_dlogits_may_lie_beyond_32_bits() -> None:
     far = reserved((3, 5), (2**30, 1), torch.float32)
     new_backend(spec, {"dots": far, "dots_stride": 2**30}).scores(tile)
     torch.testing.assert_close(far, dots)
-    kept = backends.Kept(torch.zeros(15))
+    kept = torch.zeros(15)
     dlogits = new_backend(spec, {"dots": far, "dots_stride": 2**30}).dlogits(tile, kept)
     torch.testing.assert_close(dlogits, expected)
     far = reserved((3, 5), (2**30, 1), torch.float32)
@@ -762,7 +760,6 @@ def test_states_may_lie_beyond_32_bits() -> None:
         tile = new_tile(spec, (5, 7), far_state)
         backend = new_backend(spec)
         backend.accumulate_statistics(tile)
-        assert math.isnan(tile.rows.state.shared_max + tile.columns.state.shared_max), "the host does not know it"
         dlogits = backend.dlogits(tile)
         assert dlogits is not None
         found.append([tile.rows.state.table, tile.columns.state.table, dlogits.clone()])

@@ -3,9 +3,7 @@
 Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a factor common to all tiles.
 """
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,14 +18,6 @@ DEFAULT_BUDGET = 256 * MIB
 # dlogits are multiplied by it before they are rounded to float16, whose smallest normal number is 6e-5. They are 2 at
 # most, and in a batch of a million they still have all their digits.
 FLOAT16_DLOGITS_SCALE = 2.0**14
-
-
-@dataclass
-class Kept:
-    """Memory for the logits of one tile, and a number by which the backend knows in which form they are."""
-
-    buffer: Tensor
-    mark: float = math.nan
 
 
 class Backend(ABC):
@@ -54,6 +44,7 @@ class Backend(ABC):
         stats: bool = False,
         sum_for_scale: bool = False,
         sum_for_bias: bool = False,
+        one_pass: bool = False,
     ) -> None:
         """
         Args:
@@ -61,11 +52,12 @@ class Backend(ABC):
             operand_dtype: Of what products multiply, where bf16 or fp16 is multiplied into float32.
             stats: Collect what `return_stats` needs, too.
             sum_for_scale, sum_for_bias: Sum dS * x.y, and dS, over all tiles: the gradients of scale and bias.
+            one_pass: The gradients of a tile follow its statistics, from what is kept of it.
         """
         self.spec, self.scale, self.bias = spec, scale, bias
         self.dtype, self.device = dtype, device
         self.operand_dtype = operand_dtype or dtype
-        self.stats = stats
+        self.stats, self.one_pass = stats, one_pass
         self.sum_for_scale, self.sum_for_bias = sum_for_scale, sum_for_bias
         if sum_for_scale or sum_for_bias:
             self.scalar_sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -106,11 +98,11 @@ class Backend(ABC):
     # ---- tiles
 
     @abstractmethod
-    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
         """Add the tile to the statistics of its rows and, where they have a loss too, of its columns."""
 
     @abstractmethod
-    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         """Add the tile to the gradients of its rows and columns, from the logits that were kept, if they were.
 
         What was kept stays as it is: a graph may be walked again.

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..losses.block import Tile
 from ..losses.spec import Spec
-from .backend import Backend, Kept, multiply, shaped, supports_half_products
+from .backend import Backend, multiply, shaped, supports_half_products
 from .epilogues import epilogue_of
+
+_MARKS: dict[int, float] = {}  # by address of what is kept
 
 
 class Eager(Backend):
@@ -50,19 +52,19 @@ class Eager(Backend):
         rounded = operand if operand != element else 0  # dlogits
         return rows * columns * (floats * element + rounded + (3 if masked else 0))
 
-    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
-        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept.buffer, tile.shape)
+    def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
+        out = self._buffer("logits", tile.shape) if kept is None else shaped(kept, tile.shape)
         mark = self._epilogue.statistics(
             tile, self._logits(tile, out), self._bound(tile), lambda: self._logits(tile, out)
         )
         if kept is not None:
-            kept.mark = mark
+            _MARKS[kept.data_ptr()] = mark
 
-    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         if kept is None:
             logits, mark = self._logits(tile, self._buffer("logits", tile.shape)), math.nan
         else:
-            logits, mark = shaped(kept.buffer, tile.shape), kept.mark
+            logits, mark = shaped(kept, tile.shape), _MARKS[kept.data_ptr()]
         dlogits = self._epilogue.dlogits(tile, logits, mark, self._bound(tile), fresh=kept is None)
         if self.sum_for_bias:
             self.scalar_sums[1].add_(dlogits.sum(1).sum(dtype=torch.float64))

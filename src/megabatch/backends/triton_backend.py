@@ -6,7 +6,6 @@ capability 8.0 and AMD GPUs; no GPU has run it yet. Tests run it on CPU tensors 
 """
 
 import contextlib
-import math
 from dataclasses import astuple, replace
 from functools import cache
 from importlib import import_module
@@ -20,10 +19,9 @@ from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
 from . import triton_settings
-from .backend import Backend, Kept, float32_precision, shaped, supports_half_products
+from .backend import Backend, float32_precision, shaped, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings, Tuning
 
-DOTS, DLOGITS = math.nan, 1.0  # marks: what is kept of a tile
 SAVED = ("max", "sum_exp", "positive_count", "logit_count")
 MERGED = (*SAVED, "softplus_sum", "positive_sum", "logit_sum", "top", "top_positive")
 
@@ -80,6 +78,7 @@ class Triton(Backend):
         self._precision = triton_settings.precision(float32_precision(self.device), self._architecture)
         self._kind = self._precision if self.operand_dtype == torch.float32 else "half"
         self._settings: Settings | None = None
+        self._keeps_dlogits = self.one_pass and self.spec.epilogue == "sigmoid"
         # The interpreter stores bfloat16 as integers and would multiply those.
         self._upcast = self.operand_dtype == torch.bfloat16 and _interprets()
 
@@ -125,12 +124,12 @@ class Triton(Backend):
 
     # ---- tiles
 
-    def accumulate_statistics(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
         dots = dlogits = None
-        if kept is not None and self.spec.epilogue == "sigmoid" and len(tile.rows.row_grad):
-            kept.mark, dlogits = DLOGITS, self._dlogits_memory(tile, kept.buffer)
+        if kept is not None and self._keeps_dlogits:
+            dlogits = self._dlogits_memory(tile, kept)
         elif kept is not None:
-            kept.mark, dots = DOTS, shaped(kept.buffer, tile.shape)
+            dots = shaped(kept, tile.shape)
         settings = self._settings_for(tile, search=True)
         rows, columns = self._partials(tile, settings)
         self._run(tile, settings, partials=(rows, columns), dots=dots, dlogits=dlogits, gradients=dlogits is not None)
@@ -138,18 +137,18 @@ class Triton(Backend):
         if columns is not None:
             self._merge(tile, tile.columns, columns)
 
-    def accumulate_gradients(self, tile: Tile, kept: Kept | None = None) -> None:
+    def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         dlogits = self.dlogits(tile, kept)
         if dlogits is not None:
             self._multiply_dlogits(tile, dlogits)
 
-    def dlogits(self, tile: Tile, kept: Kept | None = None) -> Tensor | None:
+    def dlogits(self, tile: Tile, kept: Tensor | None = None) -> Tensor | None:
         """dS * dlogits_scale in the operands' dtype; None where no features need it. Adds to `scalar_sums`."""
-        if kept is not None and kept.mark == DLOGITS:
-            return self._dlogits_memory(tile, kept.buffer)
+        if kept is not None and self._keeps_dlogits:
+            return self._dlogits_memory(tile, kept)
         needed = tile.rows.grad is not None or tile.columns.grad is not None
         dlogits = self._dlogits_memory(tile) if needed else None
-        dots = None if kept is None else shaped(kept.buffer, tile.shape)
+        dots = None if kept is None else shaped(kept, tile.shape)
         settings = self._settings_for(tile) if kept is None else ELEMENTWISE
         self._run(tile, settings, gradients=True, dlogits=dlogits, dots=dots, dots_given=kept is not None)
         return dlogits
@@ -286,7 +285,6 @@ class Triton(Backend):
             "num_warps": 4,
         }
         self._launch(merge_kernel, -(-len(block) // 32), arguments)
-        block.state.shared_max = math.nan  # the device knows, the host does not
 
     def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], roomy: bool = True) -> None:
         """`roomy`: without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..backends.backend import Backend, Kept, float32_precision, shaped
+from ..backends.backend import Backend, float32_precision, shaped
 from ..losses.block import Block, Tile
 from ..losses.state import State, state_fields
 from .guards import LARGEST_INVERSE_NORM, Norms, inverse_norms, measure_norms, row_norms, strip_height
@@ -55,6 +55,7 @@ class Engine:
             stats=options.return_stats,
             sum_for_scale=self.sum_for_scale,
             sum_for_bias=handshake.needs.bias,
+            one_pass=self.plan.one_pass,
         )
 
     # ---- decisions
@@ -115,10 +116,10 @@ class Engine:
     def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
         return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
 
-    def slots(self, memory: Tensor, marks: Iterable[float]) -> list[Kept]:
+    def slots(self, memory: Tensor) -> list[Tensor]:
         """The memory of the tiles that the plan keeps, by tile."""
         size = self.plan.slot_size
-        return [Kept(memory[index * size : (index + 1) * size], mark) for index, mark in enumerate(marks)]
+        return [memory[index * size : (index + 1) * size] for index in range(self.plan.kept)]
 
     # ---- blocks
 
@@ -171,18 +172,16 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     blocks = layout.feature_blocks()
     state = State.neutral(state_fields(spec, options.return_stats), sum(map(len, blocks)), layout.device)
     attach(blocks, state)
-    marks: list[float] = []
     if plan.one_pass:
         kept, scalars = _one_pass(engine)
     else:
         kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
-        slots = engine.slots(kept, [0.0] * plan.kept)
+        slots = engine.slots(kept)
         # What other ranks add up for this rank's columns: their state, where columns have one.
         collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
         tiles = chain.from_iterable(engine.strips(collected=collected))
         for index, tile in enumerate(tiles):
             engine.backend.accumulate_statistics(tile, slots[index] if index < len(slots) else None)
-        marks = [slot.mark for slot in slots]
     value, stats, denominator = _reduce(engine, state)
     if not plan.one_pass:
         state.fill_empty_rows(spec)
@@ -194,7 +193,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         norms.largest,
         layout.shared_max(),
         math.nan if isinstance(denominator, Tensor) else denominator,
-        marks,
+        [],
         None if options.group else engine.handshake,  # a group must not live as long as the loss
     )
     return value, stats, SavedTensors(state.table, kept, scalars), numbers
@@ -211,7 +210,7 @@ def _one_pass(engine: Engine) -> tuple[Tensor, Tensor]:
     engine.attach_row_grads(layout.rows)
     size = engine.plan.kept * engine.plan.slot_size
     memory = workspace.buffer("slots", size, layout.dtype, layout.device)
-    slots = engine.slots(memory, [0.0] * engine.plan.kept)
+    slots = engine.slots(memory)
     for strip in engine.strips():
         # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
         groups = [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]
@@ -247,7 +246,7 @@ def backward(
         engine.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
     for block in engine.needing:
         block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
-    slots = engine.slots(saved.kept, numbers.marks)
+    slots = engine.slots(saved.kept)
     brought = ("state", "row_grad") if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
     for index, tile in enumerate(chain.from_iterable(engine.strips(brought, collected="grad"))):

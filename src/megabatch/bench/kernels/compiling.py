@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ...backends.backend import Kept
 from ...backends.triton_backend import Triton
 from ...backends.triton_settings import AUTOTUNE
 from ...losses import spec as specs
@@ -270,6 +269,7 @@ class Recorder(Triton):
             stats=variant.stats,
             sum_for_scale=dtype != "float32" or variant.frozen,
             sum_for_bias=spec.epilogue == "sigmoid",
+            one_pass=variant.action == "one pass",
         )
         self._architecture = target.name
         self._precision = precision
@@ -284,7 +284,7 @@ def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[t
     backend = Recorder(variant, target, dtype)
     tile = _tile(variant, DTYPES[dtype][0], width)
     keeps = variant.action in ("forward keep", "one pass", "backward kept")
-    kept = Kept(torch.empty(tile.shape[0] * tile.shape[1])) if keeps else None
+    kept = torch.empty(tile.shape[0] * tile.shape[1]) if keeps else None
     if variant.action == "scores":
         backend.scores(tile)
     elif variant.action.startswith("backward"):
