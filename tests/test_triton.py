@@ -738,17 +738,18 @@ def new_tile(spec: specs.Spec, sides: tuple[int, int], far_state: bool = False) 
 
 
 def test_dot_products_and_dlogits_may_lie_beyond_32_bits() -> None:
+    """Those of 2^30 columns, of which the first block is computed."""
     spec = specs.siglip("ignore")
-    tile = new_tile(spec, (3, 5))
+    tile = new_tile(spec, (3, 64))
     expected, dots = new_backend(spec).dlogits(tile), tile.rows.features @ tile.columns.features.T
     assert expected is not None
-    far = reserved((3, 5), (2**30, 1), torch.float32)
-    new_backend(spec, {"dots": far, "dots_stride": 2**30}).scores(tile)
+    far = reserved((3, 64), (2**30, 1), torch.float32)
+    changes = {"dots": far, "num_columns": 2**30, "BLOCK_COLUMNS": 64, "programs": 1}
+    new_backend(spec, changes).scores(tile)
     torch.testing.assert_close(far, dots)
-    kept = torch.zeros(15)
-    dlogits = new_backend(spec, {"dots": far, "dots_stride": 2**30}).dlogits(tile, kept)
+    dlogits = new_backend(spec, changes).dlogits(tile, torch.zeros(3 * 64))
     torch.testing.assert_close(dlogits, expected)
-    far = reserved((3, 5), (2**30, 1), torch.float32)
+    far = reserved((3, 64), (2**30, 1), torch.float32)
     new_backend(spec, {"dlogits": far, "dlogits_stride": 2**30}).dlogits(tile)
     assert torch.equal(far, expected)
 
@@ -803,8 +804,7 @@ def test_partial_statistics_may_lie_beyond_32_bits() -> None:
     of_rows = reserved((2, 3, 32), (3 * num_rows, num_rows, 1), torch.float32)
     of_columns = reserved((2, num_columns), (num_rows // 32 * num_columns, 1), torch.float32)
     changes = {"x_partials": of_rows, "y_partials": of_columns, "num_rows": num_rows, "GROUP_ROWS": 1}
-    partials = torch.zeros(4, 3, 32), torch.zeros(4, 1, num_columns)
-    new_backend(spec, changes)._run(tile, triton_settings.defaults("interpreter", "ieee"), partials=partials)
+    new_backend(spec, changes)._run(tile, partials=(torch.zeros(7 * 3, 32), torch.zeros(7, num_columns)))
     blocks = logits.view(32, 3, 32)
     max_ = blocks.amax(2)
     torch.testing.assert_close(of_rows, torch.stack([max_, (blocks - max_[:, :, None]).exp().sum(2)]).mT)
@@ -819,7 +819,7 @@ def test_partial_statistics_are_merged_from_beyond_32_bits() -> None:
     partials = reserved((2, 3, 32), (3 * length, length, 1), torch.float32)
     partials[0] = torch.randn(3, 32)
     partials[1] = torch.rand(3, 32) + 1
-    backend = new_backend(spec, {"length": length, "programs": 1})
+    backend = new_backend(spec, {"length": length, "num_blocks": 3, "programs": 1})
     # As if the rest of these rows were there: what belongs to row 32 is read, and written behind what is looked at.
     table = torch.zeros(len(tile.rows.state.names), 64, dtype=torch.float64)
     tile.rows.state = State(tile.rows.state.names, table[:, :32]).reset()
