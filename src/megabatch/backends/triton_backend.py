@@ -20,7 +20,8 @@ from . import triton_settings
 from .backend import Backend, float32_precision, shaped, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings
 
-NUM_PARTIALS = 7  # of a row or a column, by block: the kernels number them
+NUM_PARTIALS = 7  # statistics of a row or a column of one block, as the kernels number them
+SAVED = ("max", "sum_exp", "positive_count", "logit_count")  # of the state, for the gradients
 
 
 def _import_trouble() -> str:
@@ -109,20 +110,18 @@ class Triton(Backend):
     # ---- tiles
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
-        dots = dlogits = None
-        if kept is not None and self._keeps_dlogits:
-            dlogits = self._dlogits_memory(tile, kept)
-        elif kept is not None:
-            dots = shaped(kept, tile.shape)
         down, across = _num_blocks(tile, self.settings_for(tile))
-        rows = self._buffer("row partials", (NUM_PARTIALS * across, len(tile.rows)), torch.float32)
-        columns = None
+        partials = {"x": self._buffer("row partials", (NUM_PARTIALS * across, len(tile.rows)), torch.float32)}
         if self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec):
-            columns = self._buffer("column partials", (NUM_PARTIALS * down, len(tile.columns)), torch.float32)
-        self._run(tile, partials=(rows, columns), dots=dots, dlogits=dlogits, gradients=dlogits is not None)
-        self._merge(tile, tile.rows, rows)
-        if columns is not None:
-            self._merge(tile, tile.columns, columns)
+            partials["y"] = self._buffer("column partials", (NUM_PARTIALS * down, len(tile.columns)), torch.float32)
+        outputs = {f"{side}_partials": memory for side, memory in partials.items()}
+        if kept is not None and self._keeps_dlogits:
+            outputs["dlogits"] = self._dlogits_memory(tile, kept)
+        elif kept is not None:
+            outputs["dots"] = shaped(kept, tile.shape)
+        self._run(tile, gradients="dlogits" in outputs, **outputs)
+        for side, memory in partials.items():
+            self._merge(tile, side, memory)
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         dlogits = self.dlogits(tile, kept)
@@ -135,7 +134,8 @@ class Triton(Backend):
             return self._dlogits_memory(tile, kept)
         needed = tile.rows.grad is not None or tile.columns.grad is not None
         dlogits = self._dlogits_memory(tile) if needed else None
-        self._run(tile, gradients=True, dlogits=dlogits, dots=None if kept is None else shaped(kept, tile.shape))
+        dots = None if kept is None else shaped(kept, tile.shape)
+        self._run(tile, gradients=True, dlogits=dlogits, dots=dots)
         return dlogits
 
     def scores(self, tile: Tile) -> Tensor:
@@ -156,20 +156,12 @@ class Triton(Backend):
 
     # ---- launches
 
-    def _run(
-        self,
-        tile: Tile,
-        *,
-        partials: tuple[Tensor | None, Tensor | None] = (None, None),
-        gradients: bool = False,
-        dlogits: Tensor | None = None,
-        dots: Tensor | None = None,
-    ) -> None:
-        """The tile kernel. `dots` are what gradients are computed from; without gradients they are written."""
+    def _run(self, tile: Tile, gradients: bool = False, **outputs: Tensor | None) -> None:
+        """The tile kernel. Dots among the outputs of gradients are an input: what those are computed from."""
         from .triton_kernels import tile_kernel
 
         rows, columns, spec = tile.rows, tile.columns, self.spec
-        multiplies = dots is None or not gradients
+        dlogits, multiplies = outputs.get("dlogits"), outputs.get("dots") is None or not gradients
         settings = self.settings_for(tile) if multiplies else ELEMENTWISE
         num_programs, sums = math.prod(_num_blocks(tile, settings)), None
         if gradients and (self.sum_for_scale or self.sum_for_bias):
@@ -182,7 +174,7 @@ class Triton(Backend):
             "EPILOGUE": spec.epilogue,
             "ID_RULE": self._id_rule(tile),
             "DIAGONAL": tile.is_diagonal,
-            "STATS": self.stats and partials[0] is not None,
+            "STATS": self.stats and "x_partials" in outputs,
             "DLOGITS_SCALE": self.dlogits_scale,
             "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
@@ -195,14 +187,13 @@ class Triton(Backend):
             "label_smoothing": spec.label_smoothing or None,
             **(_row_terms("x", rows) if gradients else {}),
             **(_row_terms("y", columns) if gradients and spec.two_sided else {}),
-            "dots": dots,
-            "x_partials": partials[0],
-            "y_partials": partials[1],
-            "dlogits": dlogits,
+            **outputs,
             "dlogits_stride": None if dlogits is None else dlogits.stride(0),
             "sums": sums,
         }
-        self._launch(tile_kernel, num_programs, arguments)
+        options = spec.label_smoothing or self.stats or rows.inverse_norm is not None
+        large = bool(options) or arguments["ID_RULE"] != "ignore" or self.operand_dtype == torch.float32
+        self._launch(tile_kernel, num_programs, arguments, large)
         if sums is not None:
             # The dlogits of a diagonal tile serve both triangles, and both are in it.
             self.scalar_sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
@@ -219,14 +210,15 @@ class Triton(Backend):
         """What ids mean in this tile."""
         return "ignore" if tile.rows.ids is None or tile.columns.ids is None else self.spec.id_rule
 
-    def _merge(self, tile: Tile, block: Block, partials: Tensor) -> None:
-        """Add the partial statistics of the rows (or columns) of a tile to their state."""
+    def _merge(self, tile: Tile, side: str, partials: Tensor) -> None:
+        """Add the partial statistics of the rows (x) or columns (y) of a tile to their state."""
         from .triton_kernels import merge_kernel
 
+        block = tile.rows if side == "x" else tile.columns
         absent: set[str] = set()
         if not _has_targets(tile) and self._id_rule(tile) != "positive":
             absent = {"positive_sum", "positive_count", "top_positive"}
-        if block is tile.columns and self.spec.epilogue == "sigmoid":
+        if side == "y" and self.spec.epilogue == "sigmoid":
             absent |= {"softplus_sum", "positive_sum", "positive_count"}
         arguments = {
             "partials": partials,
@@ -239,10 +231,10 @@ class Triton(Backend):
         }
         self._launch(merge_kernel, -(-len(block) // 32), arguments)
 
-    def _launch(self, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
+    def _launch(self, kernel: Any, num_programs: int, arguments: dict[str, Any], large: bool = True) -> None:
         # No fused multiply-add: forward and backward must round logits alike.
         options: dict[str, Any] = {"enable_fp_fusion": False}
-        if self.architecture.startswith("sm_"):
+        if large and self.architecture.startswith("sm_"):
             # Without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block.
             options["maxnreg"] = 255
         self._start(kernel, num_programs, arguments | options)
@@ -278,12 +270,8 @@ def _has_targets(tile: Tile) -> bool:
 
 def _row_terms(side: str, block: Block) -> dict[str, Tensor]:
     """What the dlogits of a row (x) or a column (y) depend on."""
-    fields = {
-        name: block.state[name]
-        for name in block.state.names
-        if name in ("max", "sum_exp", "positive_count", "logit_count")
-    }
-    return {f"{side}_{name}": value for name, value in {"row_grad": block.row_grad, **fields}.items()}
+    fields = {f"{side}_{name}": block.state[name] for name in SAVED if name in block.state}
+    return {f"{side}_row_grad": block.row_grad, **fields}
 
 
 def _aligned(columns: int) -> int:

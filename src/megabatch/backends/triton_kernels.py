@@ -88,9 +88,12 @@ def tile_kernel(
     MAXIMA: tl.constexpr = EPILOGUE == "softmax" or STATS
     POSITIVES: tl.constexpr = target_offset is not None or ID_RULE == "positive"
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
-    block_row, block_column, num_down, num_across = _swizzle(
-        num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS, GROUP_ROWS
-    )
+    # Which block: grouped as in Triton's matmul tutorial.
+    num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
+    first_row = tl.program_id(0) // (GROUP_ROWS * num_across) * GROUP_ROWS
+    group_rows = tl.minimum(num_down - first_row, GROUP_ROWS)
+    in_group = tl.program_id(0) - first_row * num_across
+    block_row, block_column = first_row + in_group % group_rows, in_group // group_rows
     row = block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = row < num_rows
     if x is not None:
@@ -125,6 +128,8 @@ def tile_kernel(
                 mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
             )
             s = tl.where(mask, xy * scale + bias, NEG_INF)
+            if ID_RULE == "positive":
+                positive &= s != NEG_INF  # the mask again, without the registers to keep it in
         if STATISTICS:
             if EPILOGUE == "sigmoid":
                 row_sum += tl.sum(_softplus(tl.where(positive, -s, s)), 1)
@@ -132,10 +137,11 @@ def tile_kernel(
                 # Online softmax: the sums of earlier subtiles are moved to the new maximum.
                 new_max = tl.maximum(row_max, tl.max(s, 1))
                 moved = _finite(row_max) - _finite(new_max)
+                below = s - _finite(new_max)[:, None]
                 if EPILOGUE == "softmax":
-                    row_sum = row_sum * tl.exp(row_max - _finite(new_max)) + _sum_exp(s, new_max, 1)
+                    row_sum = row_sum * tl.exp(row_max - _finite(new_max)) + tl.sum(tl.exp(below), 1)
                 if label_smoothing is not None:
-                    new_sum, new_count = _sum_and_count(s, s != NEG_INF, new_max, 1)
+                    new_sum, new_count = _sum_and_count(below, s != NEG_INF, 1)
                     logit_sum += logit_count * moved + new_sum
                     logit_count += new_count
                 row_max = new_max
@@ -143,24 +149,25 @@ def tile_kernel(
                     at = y_partials + block_row.to(tl.int64) * num_columns + column
                     slot = num_down.to(tl.int64) * num_columns
                     column_max = tl.max(s, 0)
+                    column_below = s - _finite(column_max)[None, :]
                     tl.store(at + MAX * slot, column_max, mask=column_mask)
                     if EPILOGUE == "softmax":
-                        tl.store(at + SUM * slot, _sum_exp(s, column_max, 0), mask=column_mask)
+                        tl.store(at + SUM * slot, tl.sum(tl.exp(column_below), 0), mask=column_mask)
                     if label_smoothing is not None:
-                        new_sum, new_count = _sum_and_count(s, s != NEG_INF, column_max, 0)
-                        tl.store(at + LOGIT_SUM * slot, new_sum, mask=column_mask)
-                        tl.store(at + LOGIT_COUNT * slot, new_count, mask=column_mask)
+                        column_sum, column_count = _sum_and_count(column_below, s != NEG_INF, 0)
+                        tl.store(at + LOGIT_SUM * slot, column_sum, mask=column_mask)
+                        tl.store(at + LOGIT_COUNT * slot, column_count, mask=column_mask)
                 if POSITIVES:
                     positive_sum += positive_count * moved
                     column_sum, column_count = tl.zeros((SUBTILE,), tl.float32), tl.zeros((SUBTILE,), tl.float32)
                     column_top = tl.full((SUBTILE,), NEG_INF, tl.float32)
                     if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-                        new_sum, new_count = _sum_and_count(s, positive, row_max, 1)
+                        new_sum, new_count = _sum_and_count(below, positive, 1)
                         positive_sum += new_sum
                         positive_count += new_count
                         top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), 1))
                         if y_partials is not None:
-                            column_sum, column_count = _sum_and_count(s, positive, column_max, 0)
+                            column_sum, column_count = _sum_and_count(column_below, positive, 0)
                             column_top = tl.max(tl.where(positive, s, NEG_INF), 0)
                     if y_partials is not None:
                         tl.store(at + POSITIVE_SUM * slot, column_sum, mask=column_mask)
@@ -212,18 +219,6 @@ def tile_kernel(
 
 
 # ---- the matrix product
-
-
-@triton.jit
-def _swizzle(num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr):
-    """Which block this program computes, and how many there are. Grouped as in Triton's matmul tutorial."""
-    num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP_ROWS * num_across)
-    first = group * GROUP_ROWS
-    height = tl.minimum(num_down - first, GROUP_ROWS)
-    inside = program - group * GROUP_ROWS * num_across
-    return first + inside % height, inside // height, num_down, num_across
 
 
 @triton.jit
@@ -282,7 +277,7 @@ def _pairs(mask, row, column, num_rows, num_columns, targets, target_offset, x_i
         if ID_RULE == "mask":
             mask &= positive | (same == 0)
         else:
-            positive = (positive | same) & mask
+            positive |= same
     return mask, positive
 
 
@@ -293,16 +288,8 @@ def _finite(max_):
 
 
 @triton.jit
-def _sum_exp(s, max_, AXIS: tl.constexpr):
-    """The sum of exp(logit - max) of every row (axis 1) or column (axis 0)."""
-    return tl.sum(tl.exp(s - tl.expand_dims(_finite(max_), AXIS)), AXIS)
-
-
-@triton.jit
-def _sum_and_count(s, which, max_, AXIS: tl.constexpr):
-    """The sum of logit - max, and the number of those logits."""
-    below = s - tl.expand_dims(_finite(max_), AXIS)
-    return tl.sum(tl.where(which, below, 0.0), AXIS), tl.sum(which.to(tl.float32), AXIS)
+def _sum_and_count(values, which, AXIS: tl.constexpr):
+    return tl.sum(tl.where(which, values, 0.0), AXIS), tl.sum(which.to(tl.float32), AXIS)
 
 
 @triton.jit
@@ -348,12 +335,12 @@ def _softmax_terms(
 # ---- merging
 
 
+_SUMS_AT = ["softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
+_MAXIMA_AT = ["max_at", "sum_exp_at", "top_at", "top_positive_at"]
+
+
 @triton.jit(
-    do_not_specialize=["length", "num_blocks"],
-    do_not_specialize_on_alignment=[
-        *("partials", "max_at", "sum_exp_at", "softplus_sum_at", "positive_sum_at", "positive_count_at"),
-        *("logit_sum_at", "logit_count_at", "top_at", "top_positive_at"),
-    ],
+    do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=["partials", *_SUMS_AT, *_MAXIMA_AT]
 )
 def merge_kernel(
     partials,

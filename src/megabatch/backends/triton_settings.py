@@ -86,7 +86,7 @@ def tuning_path() -> Path:
 
 @cache
 def tuned() -> dict[str, Settings]:
-    """The fastest settings by key (`Triton.tuning_key`), as `megabatch bench kernels --tune` left them."""
+    """The settings that `megabatch bench kernels --tune` left, by `Triton.tuning_key`."""
     try:
         return {key: Settings(**entry) for key, entry in json.loads(tuning_path().read_bytes()).items()}
     except FileNotFoundError:
