@@ -1,6 +1,7 @@
 """Which backend runs a call, and how its kernels are launched, without a GPU: by fakes."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -386,11 +387,14 @@ SPOILT = {
 
 @interpreted
 @pytest.mark.parametrize("text", SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_file_is_ignored_and_said_so_once(launched: list[Settings], text: str | bytes) -> None:
+def test_a_spoilt_file_is_ignored_and_said_so_once(
+    launched: list[Settings], text: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     write(text)
-    with pytest.warns(UserWarning, match=r"tuning.json is ignored \(.*Run megabatch bench kernels --tune again"):
-        step()
     step()
+    step()
+    (message,) = caplog.messages
+    assert re.search(r"tuning.json is ignored \(.+\). Run megabatch bench kernels --tune again", message)
     assert set(launched) == {defaults("interpreter", "ieee")}
 
 

@@ -1,14 +1,15 @@
 """Launch settings of the kernels: what `megabatch bench kernels --tune` found, else a default per architecture."""
 
 import json
+import logging
 import os
-import warnings
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
+_log = logging.getLogger(__name__)
 # What kernels call the fields of Settings, in order.
 ARGUMENTS = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "SUBTILES", "GROUP_ROWS", "num_warps", "num_stages")
 
@@ -92,8 +93,8 @@ def tuned() -> dict[str, Settings]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        text = (
-            f"megabatch: {tuning_path()} is ignored ({error}). Run megabatch bench kernels --tune again, or delete it."
+        # No warning, which may be an error to the user: ranks wait for each other here.
+        _log.warning(
+            "%s is ignored (%s). Run megabatch bench kernels --tune again, or delete it.", tuning_path(), error
         )
-        warnings.warn(text, stacklevel=2)
         return {}
