@@ -401,13 +401,13 @@ def merge_kernel(
     if sum_exp_at is not None:
         tl.store(max_at + row, max_, mask=row_mask)
         tl.store(sum_exp_at + row, sum_exp, mask=row_mask)
-    _add(softplus_sum_at, row, row_mask, softplus_sum)
-    _add(positive_sum_at, row, row_mask, positive_sum)
-    _add(positive_count_at, row, row_mask, positive_count)
-    _add(logit_sum_at, row, row_mask, logit_sum)
-    _add(logit_count_at, row, row_mask, logit_count)
-    _raise(top_at, row, row_mask, top)
-    _raise(top_positive_at, row, row_mask, top_positive)
+    _update(softplus_sum_at, row, row_mask, softplus_sum)
+    _update(positive_sum_at, row, row_mask, positive_sum)
+    _update(positive_count_at, row, row_mask, positive_count)
+    _update(logit_sum_at, row, row_mask, logit_sum)
+    _update(logit_count_at, row, row_mask, logit_count)
+    _update(top_at, row, row_mask, top, MAXIMUM=True)
+    _update(top_positive_at, row, row_mask, top_positive, MAXIMUM=True)
 
 
 @triton.jit
@@ -416,12 +416,7 @@ def _piece(at, mask):
 
 
 @triton.jit
-def _add(field, row, mask, value):
+def _update(field, row, mask, value, MAXIMUM: tl.constexpr = False):
     if field is not None:
-        tl.store(field + row, tl.load(field + row, mask=mask, other=0.0) + value, mask=mask)
-
-
-@triton.jit
-def _raise(field, row, mask, value):
-    if field is not None:
-        tl.store(field + row, tl.maximum(tl.load(field + row, mask=mask, other=0.0), value), mask=mask)
+        old = tl.load(field + row, mask=mask, other=0.0)
+        tl.store(field + row, tl.maximum(old, value) if MAXIMUM else old + value, mask=mask)

@@ -98,7 +98,10 @@ class Engine:
             width=layout.width,
             element=layout.dtype.itemsize,
             operand=operand.itemsize,
-            copied=layout.normalized or any(block.features.dtype != operand for block in layout.feature_blocks()),
+            copied=layout.normalized
+            or any(
+                x.dtype != operand or x.stride(1) != 1 for block in layout.feature_blocks() for x in [block.features]
+            ),
             sum_for_scale=self.sum_for_scale,
             backend=self.handshake.backend,
             threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
