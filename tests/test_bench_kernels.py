@@ -7,23 +7,29 @@ import json
 import os
 import re
 import tokenize
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megabatch.backends.triton_settings import ELEMENTWISE, defaults
+from megabatch.backends import triton_backend
+from megabatch.backends.triton_backend import Triton
+from megabatch.backends.triton_settings import DEFAULTS, ELEMENTWISE, Settings, defaults, tuned
 from megabatch.bench.kernels import command as kernels
-from megabatch.bench.kernels import compiling, machine_code, roofline
+from megabatch.bench.kernels import compiling, machine_code, roofline, tuning
 from megabatch.bench.kernels.compiling import VARIANTS, Compiled
 from megabatch.bench.kernels.machine_code import Figures, Work
 from megabatch.bench.kernels.targets import KIB, TARGETS
+from megabatch.losses.block import Tile
 
 from .benchmarks import main
 
+interpreted = pytest.mark.skipif(not triton_backend._interprets(), reason="for Triton's interpreter")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 SASS = """\
@@ -130,7 +136,7 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
     target = TARGETS["sm_90"]
     for name in VARIANTS:
         first, *merges = compiling.launches(VARIANTS[name], target, "float16", 768)
-        arguments = first[1]
+        arguments = defaultdict(lambda: None, first[1])
         assert arguments["num_rows"] == arguments["num_columns"] == 8192
         assert (arguments["x"] is None) == ("backward kept" in name)
         if arguments["x"] is not None:
@@ -149,10 +155,10 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
         assert (arguments["dlogits"] is not None) == (gradients and "frozen" not in name)
         keeps = "scores" in name or "forward keep" in name
         assert (arguments["dots"] is not None) == (keeps or "backward kept" in name)
-        assert arguments["TARGETS"] == ("no targets" not in name and "supcon" not in name)
+        assert (arguments["target_offset"] is not None) == ("no targets" not in name and "supcon" not in name)
         assert (arguments["targets"] is not None) == ("explicit targets" in name)
-        for word, argument in {"stats": "STATS", "smoothing": "SMOOTHING"}.items():
-            assert arguments[argument] == (word in name)
+        assert arguments["STATS"] == ("stats" in name)
+        assert (arguments["label_smoothing"] is not None) == ("smoothing" in name)
         assert (arguments["ID_RULE"] != "ignore") == ("ids" in name)
         assert arguments["DIAGONAL"] == ("diagonal" in name)
 
@@ -309,6 +315,95 @@ def test_bad_options_are_refused(options, message, capsys):
 
 def test_quick_names_variants_that_exist():
     assert set(kernels.QUICK) <= set(VARIANTS)
+
+
+# ---- tuning
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[int, float]]:
+    """Small tiles in the interpreter, and milliseconds by the rows of a block; an error where there are none."""
+    pytest.importorskip("triton")
+    from triton import testing
+    from triton.runtime.errors import OutOfResources
+
+    milliseconds: dict[int, float] = {}
+    steps: list[Settings] = []
+    original = Triton.settings_for
+
+    def settings_for(backend: Triton, tile: Tile) -> Settings:
+        steps.append(original(backend, tile))
+        return steps[-1]
+
+    def do_bench(step: Callable[[], object]) -> float:
+        steps.clear()
+        step()
+        (settings,) = set(steps)
+        if settings.rows not in milliseconds:
+            raise OutOfResources(300_000, 200_000, "shared memory")
+        return milliseconds[settings.rows]
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    monkeypatch.setattr(Triton, "settings_for", settings_for)
+    monkeypatch.setattr(Triton, "tile_sides", staticmethod(lambda width, threads: (40, 40)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "candidates", lambda default: [default, *(replace(default, rows=n) for n in (64, 16))])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned.cache_clear()
+    yield milliseconds
+    tuned.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("times", "rows"),
+    [
+        ({32: 2.0, 64: 1.0, 16: 3.0}, 64),
+        ({32: 2.0, 64: 2.0, 16: 2.0}, 32),  # the default wins a tie
+        ({32: 2.0, 16: 1.0}, 16),  # one does not fit the device
+        ({}, 32),
+    ],
+    ids=str,
+)
+def test_the_fastest_settings_are_written_for_the_library_to_read(
+    times: dict[int, float], rows: int, clock: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock |= times
+    names = ["clip forward", "clip forward, no targets", "clip backward", "siglip forward"]
+    assert tuning.main(names, ["float32", "bfloat16"], [8], device="cpu") == 0
+    tuned.cache_clear()  # as in a new process
+    found = tuned()
+    assert [key.split()[1:4] for key in found] == [
+        [kind, "D=8", epilogue] for epilogue in ("softmax", "sigmoid") for kind in ("ieee", "half")
+    ]
+    assert {settings.rows for settings in found.values()} == {rows}
+    assert "tuning.json" in capsys.readouterr().out
+
+
+@interpreted
+def test_tuning_leaves_other_entries_as_they_are(clock: dict[int, float]) -> None:
+    clock[16] = 1.0
+    for width in (8, 4):
+        tuned.cache_clear()
+        tuning.main(["clip forward"], ["float32"], [width], device="cpu")
+    assert [path.name for path in tuning.tuning_path().parent.iterdir()] == ["tuning.json"]
+    tuned.cache_clear()
+    assert [key.split()[2] for key in tuned()] == ["D=8", "D=4"]
+
+
+@needs_triton
+def test_tuning_wants_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["kernels", "--tune", "--quick"]) == 2
+    assert "--tune must run on a GPU, got none" in capsys.readouterr().err
+
+
+def test_what_is_tried_begins_with_the_defaults_and_has_nothing_twice():
+    for kinds in DEFAULTS.values():
+        for settings in kinds.values():
+            tried = tuning.candidates(settings)
+            assert tried[0] == settings
+            assert len(tried) == len(set(tried)) > 10
 
 
 # ---- the estimate

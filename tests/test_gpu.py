@@ -16,7 +16,9 @@ from torch.nn.functional import normalize
 
 import megabatch
 from megabatch import reference
+from megabatch.backends import triton_settings
 from megabatch.backends.triton_backend import Triton
+from megabatch.bench.kernels import tuning
 
 from .test_losses import LOSSES, make_inputs
 from .test_numbers import GAPS, with_sides
@@ -291,10 +293,13 @@ def test_autocast_normalises_before_it_rounds() -> None:
 def test_timed_settings_give_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     inputs = to_device(make_inputs("clip_loss", 2500, 64), torch.bfloat16)
     plain = results(megabatch, "clip_loss", inputs, backend="triton")
-    monkeypatch.setenv("MEGABATCH_AUTOTUNE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    triton_settings.tuned.cache_clear()
+    assert tuning.main(["clip forward"], ["bfloat16"], [64]) == 0
+    triton_settings.tuned.cache_clear()
     tuned = results(megabatch, "clip_loss", inputs, backend="triton")
-    assert (tmp_path / "megabatch" / "tuning.json").exists()
+    assert len(triton_settings.tuned()) == 1
+    triton_settings.tuned.cache_clear()
     for name, value in plain.items():
         # A rounding up instead of down, of a dlogit and of the gradient.
         assert (tuned[name] - value).abs().max() <= 2 * EPS[torch.bfloat16] * value.abs().max(), name

@@ -1,8 +1,9 @@
-"""Which backend runs a call, how its kernels are launched, and what is timed when, without a GPU: by fakes."""
+"""Which backend runs a call, and how its kernels are launched, without a GPU: by fakes."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +13,24 @@ import torch
 
 import megabatch
 from megabatch import reference
-from megabatch.backends import triton_backend, triton_settings
+from megabatch.backends import triton_backend
 from megabatch.backends.backend import float32_precision, supports_half_products
 from megabatch.backends.eager import Eager
 from megabatch.backends.select import select
 from megabatch.backends.triton_backend import Triton
 from megabatch.backends.triton_settings import (
-    AUTOTUNE,
+    ARGUMENTS,
     DEFAULTS,
     Settings,
-    Tuning,
     architecture,
     defaults,
     precision,
-    variants,
+    tuned,
+    tuning_path,
 )
+from megabatch.bench.kernels.tuning import candidates
 from megabatch.losses import spec as specs
+from megabatch.losses.block import Block, Tile
 from megabatch.tiling import call
 from megabatch.tiling.options import LossOptions, Needs
 from megabatch.tiling.plan import Plan, Sizes, make_plan, working_bytes
@@ -255,19 +258,11 @@ def test_the_table_has_settings_that_kernels_can_take(name: str) -> None:
     assert DEFAULTS[name].keys() == {"half", "tf32", "ieee"}
     for kind in DEFAULTS[name]:
         assert defaults(name, kind) is DEFAULTS[name][kind]
-        for settings in variants(defaults(name, kind)):
+        for settings in candidates(defaults(name, kind)):
             for side in (settings.rows, settings.columns, settings.width, settings.columns // settings.subtiles):
                 assert side & (side - 1) == 0, settings
             assert settings.width >= 16, settings
             assert settings.columns % settings.subtiles == 0, settings
-
-
-def test_what_is_tried_begins_with_the_defaults_and_has_nothing_twice() -> None:
-    for kinds in DEFAULTS.values():
-        for settings in kinds.values():
-            tried = variants(settings)
-            assert tried[0] == settings
-            assert len(tried) == len(set(tried)) > 10
 
 
 @pytest.fixture
@@ -293,226 +288,122 @@ def test_float32_is_multiplied_as_the_device_can(name: str, taken: str) -> None:
     assert precision("ieee", name) == "ieee"
 
 
-# ---- timing
+# ---- tuned settings
 
-
-@dataclass
-class Bench:
-    """In the place of Triton's: a clock that likes some settings best.
-
-    Attributes:
-        fits: Which settings fit the device.
-        timed: What was timed, in order; `launched`: what tiles were launched with.
-    """
-
-    best: Settings
-    fits: Callable[[Settings], bool] = lambda settings: True
-    timed: list[Settings] = field(default_factory=list)
-    launched: list[Settings] = field(default_factory=list)
-
-    def do_bench(self, step: Callable[[], object]) -> float:
-        before = len(self.launched)
-        step()
-        (settings,) = set(self.launched[before:])
-        assert len(self.launched) - before == 2, "statistics and dlogits"
-        del self.launched[before:]
-        self.timed.append(settings)
-        return 1.0 if self.timed[-1] == self.best else 2.0
-
-    def start(self, backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        if arguments.get("x") is not None:
-            names = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "SUBTILES", "GROUP_ROWS", "num_warps", "num_stages")
-            self.launched.append(Settings(*(arguments[name] for name in names)))
-            if not self.fits(self.launched[-1]):
-                from triton.runtime.errors import OutOfResources
-
-                self.timed.append(self.launched.pop())
-                raise OutOfResources(300_000, 200_000, "shared memory")
-        self.original(backend, kernel, programs, arguments)
-
-    original = staticmethod(Triton._start)
-
-
-# Some of what would be tried: an interpreter takes its time.
-DEFAULT, *OTHERS = variants(defaults("interpreter", "ieee"))
-CANDIDATES = [DEFAULT, *OTHERS[5::8]]
-BEST = CANDIDATES[3]
+TUNED = Settings(64, 32, 16, subtiles=2, group_rows=1, warps=2, stages=2)
+KEY = "interpreter ieee D=6 softmax ids=ignore two_sided=True smoothing=False normalize=False stats=False"
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bench]:
-    testing = pytest.importorskip("triton.testing")
-    made = Bench(BEST)
-    monkeypatch.setattr(testing, "do_bench", made.do_bench)
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Settings]]:
+    """The settings that products are launched with, where nothing is kept and no file is there yet."""
+    found: list[Settings] = []
+    original, make_plan = Triton._start, call.make_plan
 
-    def start(backend: Triton, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        made.start(backend, kernel, programs, arguments)
+    def start(backend: Triton, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
+        if arguments.get("x") is not None:
+            found.append(Settings(*(arguments[name] for name in ARGUMENTS)))
+        original(backend, kernel, num_programs, arguments)
 
     monkeypatch.setattr(Triton, "_start", start)
-    monkeypatch.setattr(triton_settings, "variants", lambda settings: CANDIDATES)
-    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 1)
-    make_plan = call.make_plan
     monkeypatch.setattr(call, "make_plan", lambda *how: make_plan(*how)._replace(kept=0, one_pass=False))
-    triton_backend._tuning.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(AUTOTUNE, raising=False)
-    yield made
-    triton_backend._tuning.cache_clear()
+    tuned.cache_clear()
+    yield found
+    tuned.cache_clear()
 
 
-def step(loss: str = "clip_loss", width: int = 6, dtype: torch.dtype = torch.float32) -> None:
+def write(text: str | bytes) -> None:
+    tuning_path().parent.mkdir()
+    tuning_path().write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def step(loss: str = "clip_loss", **options: Any) -> None:
     """A step on a few rows, whose results must be right."""
-    inputs = make_inputs(loss, 5, width, torch.float32)
+    inputs = make_inputs(loss, 5, 6, torch.float32)
     exact = {name: x.detach().double().requires_grad_() if x.is_floating_point() else x for name, x in inputs.items()}
-    value = getattr(megabatch, loss)(**inputs, normalize=False, backend="triton")
-    expected = getattr(reference, loss)(**exact, normalize=False)
+    value = getattr(megabatch, loss)(**inputs, backend="triton", **{"normalize": False, **options})
+    expected = getattr(reference, loss)(**exact, **{"normalize": False, **options})
     torch.testing.assert_close(value, expected.float())
     wanted = gradients(expected, exact)
     for name, gradient in gradients(value, inputs).items():
         torch.testing.assert_close(gradient, wanted[name].float())
 
 
-def stored(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "megabatch" / "tuning.json").read_text())
-    return found
-
-
 @interpreted
-@pytest.mark.parametrize("word", [None, "", "0"])
-def test_nothing_is_timed_unless_asked_for(
-    bench: Bench, word: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if word is not None:
-        monkeypatch.setenv(AUTOTUNE, word)
+def test_without_a_file_settings_are_the_defaults(launched: list[Settings], tmp_path: Path) -> None:
     step()
-    assert bench.timed == []
-    assert set(bench.launched) == {DEFAULT}
+    assert launched == [defaults("interpreter", "ieee")] * 2
     assert list(tmp_path.iterdir()) == []
 
 
 @interpreted
-def test_a_word_that_says_neither_yes_nor_no_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTOTUNE, "off")
-    with pytest.raises(ValueError, match="MEGABATCH_AUTOTUNE must be 0 or 1, got 'off'"):
-        step()
-
-
-@interpreted
-def test_small_tiles_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    monkeypatch.setattr(triton_settings, "SMALLEST_TUNED", 6)
+def test_tuned_settings_serve_forward_and_backward_of_their_kind_of_call(launched: list[Settings]) -> None:
+    write(json.dumps({KEY: asdict(TUNED)}))
     step()
-    assert bench.timed == []
-    assert set(bench.launched) == {DEFAULT}
+    assert launched == [TUNED] * 2
+    for loss, options in OTHER_KINDS:
+        launched.clear()
+        step(loss, **options)
+        assert set(launched) == {defaults("interpreter", "ieee")}, (loss, options)
 
 
-@interpreted
-def test_what_is_timed_once_is_known_from_then_on(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    step()
-    assert bench.timed == CANDIDATES
-    assert set(bench.launched) == {BEST}, "forward and backward form the same products"
-    ((key, found),) = stored(tmp_path).items()
-    assert found == asdict(BEST)
-    assert Tuning().known(key) == BEST
-    step()
-    triton_backend._tuning.cache_clear()  # as in a new process
-    step()
-    assert len(bench.timed) == len(CANDIDATES)
-    assert set(bench.launched) == {BEST}
-    assert [path.name for path in (tmp_path / "megabatch").iterdir()] == ["tuning.json"]
+OTHER_KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("clip_loss", {"label_smoothing": 0.1}),
+    ("clip_loss", {"normalize": True}),
+    ("clip_loss", {"ids": torch.tensor([0, 0, 1, 2, 3])}),
+    ("info_nce_loss", {}),
+    ("siglip_loss", {}),
+    ("supcon_loss", {}),
+]
 
 
-@interpreted
-def test_each_kind_of_call_has_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    for calls, (loss, width) in enumerate([("clip_loss", 6), ("clip_loss", 9), ("siglip_loss", 6)], 1):
-        step(loss, width)
-        assert len(bench.timed) == calls * len(CANDIDATES)
-        assert len(stored(tmp_path)) == calls
-    step("info_nce_loss")  # the same kernels as clip_loss
-    assert len(stored(tmp_path)) == 3
-    step("supcon_loss")  # ids matter to these
-    assert len(stored(tmp_path)) == 4
+def test_a_key_names_all_that_kernels_differ_in() -> None:
+    def key(spec: specs.Spec, width: int = 6, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+        block = Block(torch.zeros(3, width), 0, inverse_norm=torch.ones(3) if options.pop("normalize", False) else None)
+        backend = Triton(spec, 1.0, 0.0, torch.float32, dtype, CPU, **options)
+        return backend.tuning_key(Tile(block, block))
+
+    plain = specs.clip("ignore", 0.0)
+    assert key(plain) == KEY
+    keys = [key(plain), key(plain, 9), key(plain, dtype=torch.float16), key(plain, stats=True)]
+    keys += [key(plain, normalize=True), key(specs.clip("mask", 0.0)), key(specs.clip("positive", 0.0))]
+    keys += [key(specs.clip("ignore", 0.1)), key(specs.info_nce("ignore", 0.0)), key(specs.siglip("ignore"))]
+    assert len(set(keys)) == len(keys)
 
 
-@interpreted
-def test_defaults_win_a_tie(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    bench.best = replace(BEST, rows=1024)
-    step()
-    assert set(bench.launched) == {DEFAULT}
-
-
-@interpreted
-def test_settings_that_do_not_fit_the_device_are_passed_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    bench.fits = lambda settings: settings.rows * settings.columns < BEST.rows * BEST.columns
-    step()
-    assert bench.timed == CANDIDATES
-    assert set(bench.launched) == {DEFAULT}
-
-
-WRITTEN = {
-    "half of one": '{"interpreter ieee 6 softmax": {"rows": 64, ',
+SPOILT = {
+    "half of one": f'{{"{KEY}": {{"rows": 64, ',
     "nothing": "",
     "no table": "[1, 2]",
-    "an entry of another version": '{"interpreter ieee 6 softmax": {"rows": 64, "clusters": 2}}',
-    "words in an entry": json.dumps({"interpreter ieee 6 softmax": asdict(BEST) | {"rows": "64"}}),
-    "a side that is no power of two": json.dumps({"interpreter ieee 6 softmax": asdict(BEST) | {"rows": 48}}),
-    "an entry that is none": '{"interpreter ieee 6 softmax": 7}',
+    "an entry of another version": f'{{"{KEY}": {{"rows": 64, "clusters": 2}}}}',
+    "words in an entry": json.dumps({KEY: asdict(TUNED) | {"rows": "64"}}),
+    "a side that is no power of two": json.dumps({KEY: asdict(TUNED) | {"rows": 48}}),
+    "less than one stage": json.dumps({KEY: asdict(TUNED) | {"stages": 0}}),
+    "an entry that is none": f'{{"{KEY}": 7}}',
     "no text": b"\xff\xfe\x00",
 }
 
 
 @interpreted
-@pytest.mark.parametrize("text", WRITTEN.values(), ids=WRITTEN)
-def test_a_spoilt_file_is_timed_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | bytes
+@pytest.mark.parametrize("text", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_file_is_ignored_and_said_so_once(
+    launched: list[Settings], text: str | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    (tmp_path / "megabatch").mkdir()
-    path = tmp_path / "megabatch" / "tuning.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    write(text)
     step()
-    assert bench.timed == CANDIDATES
-    assert list(stored(tmp_path).values()) == [asdict(BEST)]
-
-
-@interpreted
-def test_other_entries_of_a_file_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    Tuning().search("another", [BEST], lambda settings: 1.0)
     step()
-    assert stored(tmp_path).keys() == {"another", "interpreter ieee 6 softmax"}
-
-
-@interpreted
-def test_a_step_does_not_need_a_place_to_store_what_was_timed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(AUTOTUNE, "1")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    step()
-    assert set(bench.launched) == {BEST}
-    step()
-    assert len(bench.timed) == len(CANDIDATES)
+    (message,) = caplog.messages
+    assert re.search(r"tuning.json is ignored \(.+\). Run megabatch bench kernels --tune again", message)
+    assert set(launched) == {defaults("interpreter", "ieee")}
 
 
 def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Tuning().path == tmp_path / "megabatch" / "tuning.json"
+    assert tuning_path() == tmp_path / "megabatch" / "tuning.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Tuning().path == tmp_path / ".cache" / "megabatch" / "tuning.json"
-
-
-def test_where_nothing_fits_the_defaults_are_left(tmp_path: Path) -> None:
-    tuning = Tuning(tmp_path / "tuning.json")
-    assert tuning.search("key", CANDIDATES, lambda settings: None) == CANDIDATES[0]
+    assert tuning_path() == tmp_path / ".cache" / "megabatch" / "tuning.json"
 
 
 # ---- the plan

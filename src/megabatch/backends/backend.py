@@ -144,7 +144,7 @@ class Backend(ABC):
     def _operand(self, side: str, block: Block) -> Tensor:
         """The features as products multiply them: themselves where they can, else a copy in a shared buffer."""
         features = block.features
-        if block.inverse_norm is None and features.dtype == self.operand_dtype:
+        if block.inverse_norm is None and features.dtype == self.operand_dtype and features.stride(1) == 1:
             return features
         copy = self._buffer(side, (len(block), features.shape[1]), self.operand_dtype)
         if self._loaded.get(side) is not block:

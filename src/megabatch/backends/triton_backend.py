@@ -5,8 +5,7 @@ Backward: the same product, whose epilogue writes the dlogits, and two library p
 capability 8.0 and AMD GPUs; no GPU has run it yet. Tests run it on CPU tensors under TRITON_INTERPRET=1.
 """
 
-import contextlib
-from dataclasses import astuple, replace
+import math
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,13 +16,12 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
-from ..losses.state import State
 from . import triton_settings
 from .backend import Backend, float32_precision, shaped, supports_half_products
-from .triton_settings import ELEMENTWISE, Settings, Tuning
+from .triton_settings import ELEMENTWISE, Settings
 
-SAVED = ("max", "sum_exp", "positive_count", "logit_count")
-MERGED = (*SAVED, "softplus_sum", "positive_sum", "logit_sum", "top", "top_positive")
+NUM_PARTIALS = 7  # statistics of a row or a column of one block, as the kernels number them
+SAVED = ("max", "sum_exp", "positive_count", "logit_count")  # of the state, for the gradients
 
 
 def _import_trouble() -> str:
@@ -52,18 +50,7 @@ def _launch_trouble() -> str:
 
 def _interprets() -> bool:
     """Whether kernels run in Triton's interpreter, which the environment decides when they are first needed."""
-    if _import_trouble():
-        return False
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from .triton_kernels import tile_kernel
-
-    return isinstance(tile_kernel, InterpretedFunction)
-
-
-@cache
-def _tuning() -> Tuning:
-    return Tuning()
+    return not _import_trouble() and bool(import_module(".triton_kernels", __package__).INTERPRETED)
 
 
 class Triton(Backend):
@@ -72,15 +59,13 @@ class Triton(Backend):
     name = "triton"
     useful_height = 1024
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._architecture = triton_settings.architecture(self.device)
-        self._precision = triton_settings.precision(float32_precision(self.device), self._architecture)
-        self._kind = self._precision if self.operand_dtype == torch.float32 else "half"
-        self._settings: Settings | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.architecture = triton_settings.architecture(self.device)
+        self._precision = triton_settings.precision(float32_precision(self.device), self.architecture)
+        self.kind = self._precision if self.operand_dtype == torch.float32 else "half"
+        self.settings: Settings | None = None
         self._keeps_dlogits = self.one_pass and self.spec.epilogue == "sigmoid"
-        # The interpreter stores bfloat16 as integers and would multiply those.
-        self._upcast = self.operand_dtype == torch.bfloat16 and _interprets()
 
     @staticmethod
     def suits(device: torch.device) -> bool:
@@ -118,24 +103,25 @@ class Triton(Backend):
     @staticmethod
     def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
         """Dlogits, which a sigmoid loss may write where logits are kept, and partial statistics by blocks of 64."""
-        partials = 7 * (rows * -(-columns // 64) + columns * -(-rows // 64))
+        partials = NUM_PARTIALS * (rows * -(-columns // 64) + columns * -(-rows // 64))
         dlogits = element if spec.epilogue == "sigmoid" else operand
         return rows * _aligned(columns) * dlogits + partials * torch.float32.itemsize
 
     # ---- tiles
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
-        dots = dlogits = None
+        down, across = _num_blocks(tile, self.settings_for(tile))
+        partials = {"x": self._buffer("row partials", (NUM_PARTIALS * across, len(tile.rows)), torch.float32)}
+        if self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec):
+            partials["y"] = self._buffer("column partials", (NUM_PARTIALS * down, len(tile.columns)), torch.float32)
+        outputs = {f"{side}_partials": memory for side, memory in partials.items()}
         if kept is not None and self._keeps_dlogits:
-            dlogits = self._dlogits_memory(tile, kept)
+            outputs["dlogits"] = self._dlogits_memory(tile, kept)
         elif kept is not None:
-            dots = shaped(kept, tile.shape)
-        settings = self._settings_for(tile, search=True)
-        rows, columns = self._partials(tile, settings)
-        self._run(tile, settings, partials=(rows, columns), dots=dots, dlogits=dlogits, gradients=dlogits is not None)
-        self._merge(tile, tile.rows, rows)
-        if columns is not None:
-            self._merge(tile, tile.columns, columns)
+            outputs["dots"] = shaped(kept, tile.shape)
+        self._run(tile, gradients="dlogits" in outputs, **outputs)
+        for side, memory in partials.items():
+            self._merge(tile, side, memory)
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         dlogits = self.dlogits(tile, kept)
@@ -149,13 +135,12 @@ class Triton(Backend):
         needed = tile.rows.grad is not None or tile.columns.grad is not None
         dlogits = self._dlogits_memory(tile) if needed else None
         dots = None if kept is None else shaped(kept, tile.shape)
-        settings = self._settings_for(tile) if kept is None else ELEMENTWISE
-        self._run(tile, settings, gradients=True, dlogits=dlogits, dots=dots, dots_given=kept is not None)
+        self._run(tile, gradients=True, dlogits=dlogits, dots=dots)
         return dlogits
 
     def scores(self, tile: Tile) -> Tensor:
         out = self._buffer("scores", tile.shape, torch.float32)
-        self._run(tile, self._settings_for(tile), dots=out)
+        self._run(tile, dots=out)
         if self.scale != 1:
             out.mul_(self.scale)
         return out.add_(self.bias) if self.bias else out
@@ -169,184 +154,109 @@ class Triton(Backend):
         stride = _aligned(columns) if rows * _aligned(columns) <= memory.numel() else columns
         return shaped(memory, (rows, stride))[:, :columns]
 
-    def _partials(self, tile: Tile, settings: Settings) -> tuple[Tensor, Tensor | None]:
-        """Memory for partial statistics, by slot and block: of the rows and, where they have any, of the columns."""
-        slots = 7 if self.spec.label_smoothing else 5 if self.stats else 4  # as the kernels number them
-        both = self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec)
-        down, across = _num_blocks(tile, settings)
-        rows = self._buffer("row partials", (slots * across, len(tile.rows)), torch.float32).view(slots, across, -1)
-        if not both:
-            return rows, None
-        columns = self._buffer("column partials", (slots * down, len(tile.columns)), torch.float32)
-        return rows, columns.view(slots, down, -1)
+    # ---- launches
+
+    def _run(self, tile: Tile, gradients: bool = False, **outputs: Tensor | None) -> None:
+        """The tile kernel. Dots among the outputs of gradients are an input: what those are computed from."""
+        from .triton_kernels import tile_kernel
+
+        rows, columns, spec = tile.rows, tile.columns, self.spec
+        dlogits, multiplies = outputs.get("dlogits"), outputs.get("dots") is None or not gradients
+        settings = self.settings_for(tile) if multiplies else ELEMENTWISE
+        num_programs, sums = math.prod(_num_blocks(tile, settings)), None
+        if gradients and (self.sum_for_scale or self.sum_for_bias):
+            sums = self._buffer("sums", (num_programs, 2), torch.float32)
+        arguments = {
+            "num_rows": len(rows),
+            "num_columns": len(columns),
+            "scale": float(self.scale),
+            "bias": float(self.bias),
+            "EPILOGUE": spec.epilogue,
+            "ID_RULE": self._id_rule(tile),
+            "DIAGONAL": tile.is_diagonal,
+            "STATS": self.stats and "x_partials" in outputs,
+            "DLOGITS_SCALE": self.dlogits_scale,
+            "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
+            "PRECISION": self._precision,
+            **settings.arguments(),
+            **(self._features(tile) if multiplies else {}),
+            "x_ids": rows.ids,
+            "y_ids": columns.ids,
+            "targets": rows.targets,
+            "target_offset": (rows.target_offset or 0) - columns.offset if _has_targets(tile) else None,
+            "label_smoothing": spec.label_smoothing or None,
+            **(_row_terms("x", rows) if gradients else {}),
+            **(_row_terms("y", columns) if gradients and spec.two_sided else {}),
+            **outputs,
+            "dlogits_stride": None if dlogits is None else dlogits.stride(0),
+            "sums": sums,
+        }
+        options = spec.label_smoothing or self.stats or rows.inverse_norm is not None
+        large = bool(options) or arguments["ID_RULE"] != "ignore" or self.operand_dtype == torch.float32
+        self._launch(tile_kernel, num_programs, arguments, large)
+        if sums is not None:
+            # The dlogits of a diagonal tile serve both triangles, and both are in it.
+            self.scalar_sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
+
+    def _features(self, tile: Tile) -> dict[str, Any]:
+        """What is multiplied. Normalised after the product, in float32, unless it must be copied before."""
+        x, y = tile.rows.features, tile.columns.features
+        norms = {"x_norm": tile.rows.inverse_norm, "y_norm": tile.columns.inverse_norm}
+        if any(features.dtype != self.operand_dtype or features.stride(1) != 1 for features in (x, y)):
+            x, y, norms = self._operand("rows", tile.rows), self._operand("columns", tile.columns), {}
+        return {"x": x, "y": y, "width": x.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), **norms}
 
     def _id_rule(self, tile: Tile) -> str:
         """What ids mean in this tile."""
         return "ignore" if tile.rows.ids is None or tile.columns.ids is None else self.spec.id_rule
 
-    # ---- launches
-
-    def _run(
-        self,
-        tile: Tile,
-        settings: Settings,
-        *,
-        partials: tuple[Tensor | None, Tensor | None] = (None, None),
-        gradients: bool = False,
-        dlogits: Tensor | None = None,
-        dots: Tensor | None = None,
-        dots_given: bool = False,
-        add_sums: bool = True,
-    ) -> None:
-        """The tile kernel. `dots` are read where they are given, else written."""
-        from .triton_kernels import tile_kernel
-
-        rows, columns, spec, id_rule = tile.rows, tile.columns, self.spec, self._id_rule(tile)
-        down, across = _num_blocks(tile, settings)
-        softmax = gradients and spec.epilogue == "softmax"
-        sums_needed = gradients and (self.sum_for_scale or self.sum_for_bias)
-        sums = self._buffer("sums", (down * across, 2), torch.float32) if sums_needed else None
-        arguments = {
-            **self._side("x", rows, not dots_given, id_rule != "ignore", softmax, gradients),
-            **self._side("y", columns, not dots_given, id_rule != "ignore", *[softmax and spec.two_sided] * 2),
-            "targets": rows.targets,
-            "x_partials": partials[0],
-            "y_partials": partials[1],
-            "dlogits": dlogits,
-            "sums": sums,
-            "dots": dots,
-            "num_rows": len(rows),
-            "num_columns": len(columns),
-            "width": rows.features.shape[1],
-            "dlogits_stride": 0 if dlogits is None else dlogits.stride(0),
-            "dots_stride": len(columns),
-            "target_offset": (rows.target_offset or 0) - columns.offset,
-            "scale": float(self.scale),
-            "bias": float(self.bias),
-            "label_smoothing": float(spec.label_smoothing),
-            "EPILOGUE": spec.epilogue,
-            "ID_RULE": id_rule,
-            "TARGETS": _has_targets(tile),
-            "DIAGONAL": tile.is_diagonal,
-            "SMOOTHING": bool(spec.label_smoothing),
-            "STATS": self.stats and partials[0] is not None,
-            **_positions(rows.state, SAVED),
-            "SUM_FOR_SCALE": gradients and self.sum_for_scale,
-            "SUM_FOR_BIAS": gradients and self.sum_for_bias,
-            "DLOGITS_SCALE": self.dlogits_scale,
-            "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
-            "PRECISION": self._precision,
-            "UPCAST": self._upcast,
-            **dict(zip(triton_settings.ARGUMENTS, astuple(settings), strict=True)),
-        }
-        plain = id_rule == "ignore" and not (spec.label_smoothing or self.stats or rows.inverse_norm is not None)
-        roomy = not plain or self.operand_dtype == torch.float32
-        self._launch(tile_kernel, down * across, arguments, roomy)
-        if sums is not None and add_sums:
-            # The dlogits of a diagonal tile serve both triangles, and both are in it.
-            self.scalar_sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
-
-    def _side(self, name: str, block: Block, multiply: bool, ids: bool, state: bool, grad: bool) -> dict[str, Any]:
-        """The arguments of the tile kernel that rows (x) and columns (y) both have."""
-        x, norm = None, None
-        if multiply and block.features.dtype == self.operand_dtype:
-            x, norm = block.features, block.inverse_norm  # normalised after the product, in float32
-        elif multiply:
-            x = self._operand({"x": "rows", "y": "columns"}[name], block)
-        arguments = {
-            "": x,
-            "_norm": norm,
-            "_ids": block.ids if ids else None,
-            "_state": block.state.table if state else None,
-            "_row_grad": block.row_grad if grad else None,
-            "_row_stride": 0 if x is None else x.stride(0),
-            "_feature_stride": 0 if x is None else x.stride(1),
-            "_state_stride": block.state.table.stride(0) if state else 0,
-        }
-        return {name + suffix: value for suffix, value in arguments.items()}
-
-    def _merge(self, tile: Tile, block: Block, partials: Tensor) -> None:
-        """Add the partial statistics of the rows (or columns) of a tile to their state."""
+    def _merge(self, tile: Tile, side: str, partials: Tensor) -> None:
+        """Add the partial statistics of the rows (x) or columns (y) of a tile to their state."""
         from .triton_kernels import merge_kernel
 
-        positives = _has_targets(tile) or self._id_rule(tile) == "positive"
-        absent: tuple[str, ...] = () if positives else ("positive_sum", "positive_count", "top_positive")
-        if block is tile.columns and self.spec.epilogue == "sigmoid":
-            absent += ("softplus_sum", "positive_sum", "positive_count")
+        block = tile.rows if side == "x" else tile.columns
+        absent: set[str] = set()
+        if not _has_targets(tile) and self._id_rule(tile) != "positive":
+            absent = {"positive_sum", "positive_count", "top_positive"}
+        if side == "y" and self.spec.epilogue == "sigmoid":
+            absent |= {"softplus_sum", "positive_sum", "positive_count"}
         arguments = {
             "partials": partials,
-            "state": block.state.table,
             "length": len(block),
-            "num_blocks": partials.shape[1],
-            "state_stride": block.state.table.stride(0),
-            **_positions(block.state, MERGED, absent),
+            "num_blocks": len(partials) // NUM_PARTIALS,
             "BLOCKS": 16,
             "ROWS": 32,
             "num_warps": 4,
+            **{f"{name}_at": block.state[name] for name in block.state.names if name not in absent},
         }
         self._launch(merge_kernel, -(-len(block) // 32), arguments)
 
-    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], roomy: bool = True) -> None:
-        """`roomy`: without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block."""
+    def _launch(self, kernel: Any, num_programs: int, arguments: dict[str, Any], large: bool = True) -> None:
         # No fused multiply-add: forward and backward must round logits alike.
         options: dict[str, Any] = {"enable_fp_fusion": False}
-        if roomy and self._architecture.startswith("sm_"):
+        if large and self.architecture.startswith("sm_"):
+            # Without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block.
             options["maxnreg"] = 255
-        with self._on_device():
-            self._start(kernel, programs, arguments | options)
+        self._start(kernel, num_programs, arguments | options)
 
-    def _start(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def _start(self, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
         """The one place where a kernel starts: the place for prepared launches."""
-        kernel[(programs,)](**arguments)
+        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+            kernel[(num_programs,)](**arguments)
 
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+    def settings_for(self, tile: Tile) -> Settings:
+        """The same for all tiles of a call, forward and backward."""
+        if self.settings is None:
+            found = triton_settings.tuned().get(self.tuning_key(tile))
+            self.settings = found or triton_settings.defaults(self.architecture, self.kind)
+        return self.settings
 
-    # ---- settings
-
-    def _settings_for(self, tile: Tile, search: bool = False) -> Settings:
-        """The same in forward and backward. `search`: where autotuning is on, time those that are not known yet."""
-        if self._settings is None:
-            found, standard = None, triton_settings.defaults(self._architecture, self._kind)
-            if triton_settings.autotunes():
-                key = self._key(tile)
-                found = _tuning().known(key)
-                if search and found is None and min(tile.shape) >= triton_settings.SMALLEST_TUNED:
-                    candidates = triton_settings.variants(standard)
-                    with self._on_device():
-                        found = _tuning().search(key, candidates, lambda settings: self._milliseconds(tile, settings))
-            self._settings = found or standard
-        return self._settings
-
-    def _milliseconds(self, tile: Tile, settings: Settings) -> float | None:
-        """Of statistics and dlogits; None where the device lacks the registers or the shared memory."""
-        from triton.runtime.errors import OutOfResources
-        from triton.testing import do_bench
-
-        # The state is not known yet. Ones cost the same.
-        rows, columns = (
-            replace(side, state=State(side.state.names, ones := torch.ones_like(side.state.table)), row_grad=ones[0])
-            for side in (tile.rows, tile.columns)
-        )
-        with_state, dlogits = Tile(rows, columns, tile.is_diagonal), self._dlogits_memory(tile)
-
-        def both_kernels() -> None:
-            self._run(tile, settings, partials=self._partials(tile, settings))
-            self._run(with_state, settings, gradients=True, dlogits=dlogits, add_sums=False)
-
-        try:
-            return float(do_bench(both_kernels))
-        except OutOfResources:
-            return None
-
-    def _key(self, tile: Tile) -> str:
-        """What kernels differ in: settings are timed for each."""
-        words = [self._architecture, self._kind, str(tile.rows.features.shape[1]), self.spec.epilogue]
-        words += [f"ids {self.spec.id_rule}"] if self._id_rule(tile) != "ignore" else []
-        words += ["smoothing"] if self.spec.label_smoothing else []
-        words += ["normalize"] if tile.rows.inverse_norm is not None else []
-        words += ["stats"] if self.stats else []
-        return " ".join(words)
+    def tuning_key(self, tile: Tile) -> str:
+        """What kernels differ in."""
+        width, normalize = tile.rows.features.shape[1], tile.rows.inverse_norm is not None
+        words = [self.architecture, self.kind, f"D={width}", self.spec.epilogue, f"ids={self.spec.id_rule}"]
+        words += [f"two_sided={self.spec.two_sided}", f"smoothing={self.spec.label_smoothing > 0}"]
+        return " ".join([*words, f"normalize={normalize}", f"stats={self.stats}"])
 
 
 def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
@@ -358,11 +268,11 @@ def _has_targets(tile: Tile) -> bool:
     return tile.rows.targets is not None or tile.targets is not None
 
 
+def _row_terms(side: str, block: Block) -> dict[str, Tensor]:
+    """What the dlogits of a row (x) or a column (y) depend on."""
+    fields = {f"{side}_{name}": block.state[name] for name in SAVED if name in block.state}
+    return {f"{side}_row_grad": block.row_grad, **fields}
+
+
 def _aligned(columns: int) -> int:
     return -(-columns // 16) * 16
-
-
-def _positions(state: State, names: tuple[str, ...], absent: tuple[str, ...] = ()) -> dict[str, int]:
-    """Of fields in a state, as kernels take them; -1 where there is none."""
-    at = {name: index for index, name in enumerate(state.names) if name not in absent}
-    return {f"{name.upper()}_AT": at.get(name, -1) for name in names}

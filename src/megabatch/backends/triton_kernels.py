@@ -17,95 +17,90 @@ any, so that nothing spills.
 import triton
 import triton.language as tl
 
-# Partial statistics of a row, or a column, of one block. SUM is the sum of exp(logit - MAX), or of softplus. The sums
-# of logits are sums of logit - MAX, which keeps their digits. TOP_POSITIVE is there with stats, what follows with
-# label smoothing.
+# Partial statistics of a row, or a column, of one block; a kernel writes those that the loss has. SUM is the sum of
+# exp(logit - MAX), or of softplus. The sums of logits are sums of logit - MAX, which keeps their digits; the number of
+# those logits comes next.
 MAX, SUM, POSITIVE_SUM, POSITIVE_COUNT = (tl.constexpr(slot) for slot in range(4))
-TOP_POSITIVE, LOGIT_SUM, LOGIT_COUNT = (tl.constexpr(slot) for slot in range(4, 7))
+LOGIT_SUM, LOGIT_COUNT, TOP_POSITIVE = (tl.constexpr(slot) for slot in range(4, 7))
 NEG_INF = tl.constexpr(float("-inf"))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Specializing on these would compile more kernels, none of them faster.
-_ANY_NUMBER = ["num_rows", "num_columns", "x_state_stride", "y_state_stride", "dots_stride", "target_offset"]
-_ANY_ADDRESS = ["x_norm", "y_norm", "x_ids", "y_ids", "targets", "x_state", "y_state", "x_row_grad", "y_row_grad"]
-_ANY_ADDRESS += ["dots", "x_partials", "y_partials", "sums"]
+_ANY_NUMBER = ["num_rows", "num_columns", "target_offset"]
+_OF_A_SIDE = ["norm", "ids", "row_grad", "max", "sum_exp", "positive_count", "logit_count", "partials"]
+_ANY_ADDRESS = ["targets", "dots", "sums", *(f"{side}_{name}" for side in "xy" for name in _OF_A_SIDE)]
 
 
 @triton.jit(do_not_specialize=_ANY_NUMBER, do_not_specialize_on_alignment=_ANY_ADDRESS)
 def tile_kernel(
-    # inputs: features, 1 / norms and ids; the state and the row_grad of the backward, y's for two-sided losses
-    x,
-    y,
-    x_norm,
-    y_norm,
-    x_ids,
-    y_ids,
-    targets,
-    x_state,
-    y_state,
-    x_row_grad,
-    y_row_grad,
-    # outputs, each None if it is not wanted: partial statistics, dS, and sums of dS * x.y and of dS
-    x_partials,
-    y_partials,
-    dlogits,
-    sums,
-    # X @ Y.T: an input where x is None, else an output
-    dots,
     num_rows,
     num_columns,
-    width,
-    x_row_stride,
-    x_feature_stride,
-    y_row_stride,
-    y_feature_stride,
-    x_state_stride,
-    y_state_stride,
-    dlogits_stride,
-    dots_stride,
-    target_offset,
     scale,
     bias,
-    label_smoothing,
-    # the loss, and what this tile holds
     EPILOGUE: tl.constexpr,
     ID_RULE: tl.constexpr,
-    TARGETS: tl.constexpr,
     DIAGONAL: tl.constexpr,
-    SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
-    # positions of the fields in a state; -1: not there
-    MAX_AT: tl.constexpr,
-    SUM_EXP_AT: tl.constexpr,
-    POSITIVE_COUNT_AT: tl.constexpr,
-    LOGIT_COUNT_AT: tl.constexpr,
-    SUM_FOR_SCALE: tl.constexpr,
-    SUM_FOR_BIAS: tl.constexpr,
     DLOGITS_SCALE: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
     SUBTILES: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    # None where there is none, as all that follows: features and 1 / norms, ids, the columns of targets
+    x=None,
+    y=None,
+    width=None,
+    x_stride=None,
+    y_stride=None,
+    x_norm=None,
+    y_norm=None,
+    x_ids=None,
+    y_ids=None,
+    targets=None,
+    target_offset=None,
+    label_smoothing=None,
+    # for gradients: row_grad and the state, y's of two-sided losses
+    x_row_grad=None,
+    y_row_grad=None,
+    x_max=None,
+    y_max=None,
+    x_sum_exp=None,
+    y_sum_exp=None,
+    x_positive_count=None,
+    y_positive_count=None,
+    x_logit_count=None,
+    y_logit_count=None,
+    # X @ Y.T: an input where x is None, else an output
+    dots=None,
+    # outputs: partial statistics, dS, and sums of dS * x.y and of dS (sigmoid: a softmax does not depend on the bias)
+    x_partials=None,
+    y_partials=None,
+    dlogits=None,
+    dlogits_stride=None,
+    sums=None,
 ):
-    """One block of a tile. Computes the outputs that are not None; dlogits and their sums need row_grad."""
+    """One block of a tile: the outputs that are not None."""
     STATISTICS: tl.constexpr = x_partials is not None
     GRADIENTS: tl.constexpr = x_row_grad is not None
-    POSITIVES: tl.constexpr = TARGETS or ID_RULE == "positive"
+    MAXIMA: tl.constexpr = EPILOGUE == "softmax" or STATS
+    POSITIVES: tl.constexpr = target_offset is not None or ID_RULE == "positive"
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
-    block_row, block_column, num_down, num_across = _swizzle(
-        num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS, GROUP_ROWS
-    )
+    # Which block: grouped as in Triton's matmul tutorial.
+    num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
+    first_row = tl.program_id(0) // (GROUP_ROWS * num_across) * GROUP_ROWS
+    group_rows = tl.minimum(num_down - first_row, GROUP_ROWS)
+    in_group = tl.program_id(0) - first_row * num_across
+    block_row, block_column = first_row + in_group % group_rows, in_group // group_rows
     row = block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = row < num_rows
     if x is not None:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        block = _multiply(
-            x, y, tl.minimum(row, num_rows - 1), tl.minimum(column, num_columns - 1), width, x_row_stride,
-            x_feature_stride, y_row_stride, y_feature_stride, EVEN_WIDTH, PRECISION, UPCAST, BLOCK_WIDTH,
-        )  # fmt: skip
+        x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride
+        y_at = y + tl.minimum(column, num_columns - 1).to(tl.int64) * y_stride
+        block = _multiply(x_at, y_at, width, EVEN_WIDTH, PRECISION, BLOCK_WIDTH)
     zeros, lowest = tl.zeros((BLOCK_ROWS,), tl.float32), tl.full((BLOCK_ROWS,), NEG_INF, tl.float32)
     row_max, row_sum, positive_sum, positive_count, top_positive = lowest, zeros, zeros, zeros, lowest
     logit_sum, logit_count = zeros, zeros
@@ -113,96 +108,110 @@ def tile_kernel(
     for index in tl.static_range(SUBTILES):
         column = block_column * BLOCK_COLUMNS + index * SUBTILE + tl.arange(0, SUBTILE)
         column_mask = column < num_columns
-        mask = row_mask[:, None] & column_mask[None, :]
+        in_tile = row_mask[:, None] & column_mask[None, :]
+        dots_at = row[:, None].to(tl.int64) * num_columns + column[None, :]
         if x is None:
-            xy = tl.load(dots + row[:, None].to(tl.int64) * dots_stride + column[None, :], mask=mask, other=0.0)
+            xy = tl.load(dots + dots_at, mask=in_tile, other=0.0)
         else:
             xy = _subtile(block, index, SUBTILES, BLOCK_ROWS, BLOCK_COLUMNS)
             if x_norm is not None:
+                # The norms are multiplied first, so that (i, j) and (j, i) are rounded alike.
                 norm = tl.load(x_norm + row, mask=row_mask, other=0.0)[:, None]
-                if y_norm is not None:  # multiplied first, so that (i, j) and (j, i) are rounded alike
-                    norm = norm * tl.load(y_norm + column, mask=column_mask, other=0.0)[None, :]
-                xy *= norm
-            elif y_norm is not None:
-                xy *= tl.load(y_norm + column, mask=column_mask, other=0.0)[None, :]
+                xy *= norm * tl.load(y_norm + column, mask=column_mask, other=0.0)[None, :]
             if dots is not None:
-                tl.store(dots + row[:, None].to(tl.int64) * dots_stride + column[None, :], xy, mask=mask)
+                tl.store(dots + dots_at, xy, mask=in_tile)
         if STATISTICS or GRADIENTS:
-            target = _target_column(targets, target_offset, row, num_rows, num_columns, TARGETS)
-            s, positive = _logits(
-                xy, mask, row, column, target, x_ids, y_ids, num_rows, num_columns, scale, bias, ID_RULE, TARGETS,
-                DIAGONAL,
-            )  # fmt: skip
+            mask = in_tile
+            if DIAGONAL:
+                mask &= row[:, None] != column[None, :]
+            mask, positive = _pairs(
+                mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
+            )
+            s = tl.where(mask, xy * scale + bias, NEG_INF)
+            if ID_RULE == "positive":
+                positive &= s != NEG_INF  # the mask again, without the registers to keep it in
         if STATISTICS:
             if EPILOGUE == "sigmoid":
                 row_sum += tl.sum(_softplus(tl.where(positive, -s, s)), 1)
-            if EPILOGUE == "softmax" or STATS:
+            if MAXIMA:
                 # Online softmax: the sums of earlier subtiles are moved to the new maximum.
                 new_max = tl.maximum(row_max, tl.max(s, 1))
                 moved = _finite(row_max) - _finite(new_max)
                 below = s - _finite(new_max)[:, None]
                 if EPILOGUE == "softmax":
                     row_sum = row_sum * tl.exp(row_max - _finite(new_max)) + tl.sum(tl.exp(below), 1)
-                if SMOOTHING:
-                    logit_sum += logit_count * moved + tl.sum(tl.where(s == NEG_INF, 0.0, below), 1)
-                    logit_count += tl.sum((s != NEG_INF).to(tl.float32), 1)
+                if label_smoothing is not None:
+                    new_sum, new_count = _sum_and_count(below, s != NEG_INF, 1)
+                    logit_sum += logit_count * moved + new_sum
+                    logit_count += new_count
                 row_max = new_max
                 if y_partials is not None:
-                    column_at = y_partials + block_row.to(tl.int64) * num_columns + column
+                    at = y_partials + block_row.to(tl.int64) * num_columns + column
                     slot = num_down.to(tl.int64) * num_columns
-                    column_max = _store_columns(s, column_at, slot, column_mask, EPILOGUE, SMOOTHING)
+                    column_max = tl.max(s, 0)
+                    column_below = s - _finite(column_max)[None, :]
+                    tl.store(at + MAX * slot, column_max, mask=column_mask)
+                    if EPILOGUE == "softmax":
+                        tl.store(at + SUM * slot, tl.sum(tl.exp(column_below), 0), mask=column_mask)
+                    if label_smoothing is not None:
+                        column_sum, column_count = _sum_and_count(column_below, s != NEG_INF, 0)
+                        tl.store(at + LOGIT_SUM * slot, column_sum, mask=column_mask)
+                        tl.store(at + LOGIT_COUNT * slot, column_count, mask=column_mask)
                 if POSITIVES:
                     positive_sum += positive_count * moved
+                    column_sum, column_count = tl.zeros((SUBTILE,), tl.float32), tl.zeros((SUBTILE,), tl.float32)
+                    column_top = tl.full((SUBTILE,), NEG_INF, tl.float32)
                     if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-                        positive_sum += tl.sum(tl.where(positive, below, 0.0), 1)
-                        positive_count += tl.sum(positive.to(tl.float32), 1)
+                        new_sum, new_count = _sum_and_count(below, positive, 1)
+                        positive_sum += new_sum
+                        positive_count += new_count
                         top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), 1))
                         if y_partials is not None:
-                            _store_column_positives(s, positive, column_max, column_at, slot, column_mask, STATS)
-                    elif y_partials is not None:
-                        _store_no_column_positives(column_max, column_at, slot, column_mask, STATS)
+                            column_sum, column_count = _sum_and_count(column_below, positive, 0)
+                            column_top = tl.max(tl.where(positive, s, NEG_INF), 0)
+                    if y_partials is not None:
+                        tl.store(at + POSITIVE_SUM * slot, column_sum, mask=column_mask)
+                        tl.store(at + POSITIVE_COUNT * slot, column_count, mask=column_mask)
+                        if STATS:
+                            tl.store(at + TOP_POSITIVE * slot, column_top, mask=column_mask)
         if GRADIENTS:
             if EPILOGUE == "softmax":
-                # row_grad * (probability - aim) of the rows and, where columns have a loss too, of the columns.
-                max_, factor, aim, uniform = _row_terms(
-                    x_state, x_state_stride, x_row_grad, row, row_mask, label_smoothing, MAX_AT, SUM_EXP_AT,
-                    POSITIVE_COUNT_AT, LOGIT_COUNT_AT,
-                )  # fmt: skip
-                ds = tl.exp(s - max_[:, None]) * factor[:, None]
-                aim, uniform = aim[:, None], uniform[:, None]
-                if y_state is not None:
-                    max_, factor, y_aim, y_uniform = _row_terms(
-                        y_state, y_state_stride, y_row_grad, column, column_mask, label_smoothing, MAX_AT, SUM_EXP_AT,
-                        POSITIVE_COUNT_AT, LOGIT_COUNT_AT,
+                # row_grad * (probability - label) of the rows and, where columns have a loss too, of the columns.
+                ds, label = _softmax_terms(
+                    s, row, row_mask, x_row_grad, x_max, x_sum_exp, x_positive_count, x_logit_count, label_smoothing, 1
+                )
+                if y_row_grad is not None:
+                    y_ds, y_label = _softmax_terms(
+                        s, column, column_mask, y_row_grad, y_max, y_sum_exp, y_positive_count, y_logit_count,
+                        label_smoothing, 0,
                     )  # fmt: skip
-                    ds += tl.exp(s - max_[None, :]) * factor[None, :]
-                    aim, uniform = aim + y_aim[None, :], uniform + y_uniform[None, :]
-                ds -= tl.where(positive, aim, 0.0)
-                if SMOOTHING:
-                    ds = tl.where(s == NEG_INF, 0.0, ds - uniform)
+                    ds, label = ds + y_ds, label + y_label
+                ds -= tl.where(positive, label, 0.0)
+                if label_smoothing is not None:
+                    ds = tl.where(s == NEG_INF, 0.0, ds)
             else:
                 row_grad = tl.load(x_row_grad + row, mask=row_mask, other=0.0).to(tl.float32)
                 ds = _sigmoid(s, positive) * row_grad[:, None]
-            if SUM_FOR_SCALE:
+            if sums is not None:
                 scale_sum += tl.sum(tl.sum(ds * xy, 1), 0)
-            if SUM_FOR_BIAS:
-                bias_sum += tl.sum(tl.sum(ds, 1), 0)
+                if EPILOGUE == "sigmoid":
+                    bias_sum += tl.sum(tl.sum(ds, 1), 0)
             if dlogits is not None:
-                at = dlogits + row[:, None].to(tl.int64) * dlogits_stride + column[None, :]
-                tl.store(at, (ds * DLOGITS_SCALE).to(dlogits.dtype.element_ty), mask=mask)
+                dlogits_at = dlogits + row[:, None].to(tl.int64) * dlogits_stride + column[None, :]
+                tl.store(dlogits_at, (ds * DLOGITS_SCALE).to(dlogits.dtype.element_ty), mask=in_tile)
     if STATISTICS:
         at, slot = x_partials + block_column.to(tl.int64) * num_rows + row, num_across.to(tl.int64) * num_rows
         tl.store(at + SUM * slot, row_sum, mask=row_mask)
-        if EPILOGUE == "softmax" or STATS:
+        if MAXIMA:
             tl.store(at + MAX * slot, row_max, mask=row_mask)
+            if label_smoothing is not None:
+                tl.store(at + LOGIT_SUM * slot, logit_sum, mask=row_mask)
+                tl.store(at + LOGIT_COUNT * slot, logit_count, mask=row_mask)
             if POSITIVES:
                 tl.store(at + POSITIVE_SUM * slot, positive_sum, mask=row_mask)
                 tl.store(at + POSITIVE_COUNT * slot, positive_count, mask=row_mask)
-            if POSITIVES and STATS:
-                tl.store(at + TOP_POSITIVE * slot, top_positive, mask=row_mask)
-        if SMOOTHING:
-            tl.store(at + LOGIT_SUM * slot, logit_sum, mask=row_mask)
-            tl.store(at + LOGIT_COUNT * slot, logit_count, mask=row_mask)
+                if STATS:
+                    tl.store(at + TOP_POSITIVE * slot, top_positive, mask=row_mask)
     if sums is not None:
         at = sums + 2 * (block_row.to(tl.int64) * num_across + block_column)
         tl.store(at, scale_sum)
@@ -213,49 +222,22 @@ def tile_kernel(
 
 
 @triton.jit
-def _swizzle(num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUP_ROWS: tl.constexpr):
-    """Which block this program computes, and how many there are. Grouped as in Triton's matmul tutorial."""
-    num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP_ROWS * num_across)
-    first = group * GROUP_ROWS
-    height = tl.minimum(num_down - first, GROUP_ROWS)
-    inside = program - group * GROUP_ROWS * num_across
-    return first + inside % height, inside // height, num_down, num_across
-
-
-@triton.jit
-def _multiply(
-    x,
-    y,
-    row,
-    column,
-    width,
-    x_row_stride,
-    x_feature_stride,
-    y_row_stride,
-    y_feature_stride,
-    EVEN_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    """A block of X @ Y.T, in float32."""
+def _multiply(x_at, y_at, width, EVEN_WIDTH: tl.constexpr, PRECISION: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """A block of X @ Y.T, in float32, from the addresses of its rows and columns."""
     k = tl.arange(0, BLOCK_WIDTH)
-    x_at = x + row[:, None].to(tl.int64) * x_row_stride + k[None, :].to(tl.int64) * x_feature_stride
-    y_at = y + column[None, :].to(tl.int64) * y_row_stride + k[:, None].to(tl.int64) * y_feature_stride
-    xy = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
+    a_at, b_at = x_at[:, None] + k[None, :], y_at[None, :] + k[:, None]
+    xy = tl.zeros((x_at.shape[0], y_at.shape[0]), dtype=tl.float32)
     for start in range(0, width, BLOCK_WIDTH):
         if EVEN_WIDTH:
-            a, b = tl.load(x_at), tl.load(y_at)
+            a, b = tl.load(a_at), tl.load(b_at)
         else:
-            a = tl.load(x_at, mask=(start + k < width)[None, :], other=0.0)
-            b = tl.load(y_at, mask=(start + k < width)[:, None], other=0.0)
-        if UPCAST:
+            a = tl.load(a_at, mask=(start + k < width)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(start + k < width)[:, None], other=0.0)
+        if INTERPRETED and a.dtype == tl.bfloat16:  # which it stores as integers, and would multiply those
             a, b = a.to(tl.float32), b.to(tl.float32)
         xy = tl.dot(a, b, xy, input_precision=PRECISION)
-        x_at += tl.full((), BLOCK_WIDTH, tl.int64) * x_feature_stride
-        y_at += tl.full((), BLOCK_WIDTH, tl.int64) * y_feature_stride
+        a_at += BLOCK_WIDTH
+        b_at += BLOCK_WIDTH
     return xy
 
 
@@ -274,61 +256,49 @@ def _subtile(block, INDEX: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_ROWS: tl.
             return _subtile(right, INDEX - HALF, HALF, BLOCK_ROWS, WIDTH)
 
 
-# ---- logits and positives
+# ---- the epilogue
 
 
 @triton.jit
-def _target_column(targets, target_offset, row, num_rows, num_columns, TARGETS: tl.constexpr):
-    """The column of this tile that holds each row's target; -1 if none does. Consecutive targets are not loaded."""
-    if TARGETS:
-        if targets is None:
-            column = row.to(tl.int64) + target_offset
-        else:
-            column = tl.load(targets + row, mask=row < num_rows, other=0) + target_offset
-        return tl.where((row < num_rows) & (column >= 0) & (column < num_columns), column, -1).to(tl.int32)
-    else:
-        return row
-
-
-@triton.jit
-def _logits(
-    xy,
-    mask,
-    row,
-    column,
-    target,
-    x_ids,
-    y_ids,
-    num_rows,
-    num_columns,
-    scale,
-    bias,
-    ID_RULE: tl.constexpr,
-    TARGETS: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-):
-    """S, and which pairs are positives."""
-    if DIAGONAL:
-        mask &= row[:, None] != column[None, :]
+def _pairs(mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE: tl.constexpr):
+    """Which pairs have a logit, and which of them are positives. Consecutive targets are not loaded."""
     positive = tl.zeros((1, 1), dtype=tl.int1)
-    if TARGETS:
-        positive = target[:, None] == column[None, :]
+    if target_offset is not None:
+        if targets is None:
+            target = row.to(tl.int64) + target_offset
+        else:
+            target = tl.load(targets + row, mask=row < num_rows, other=0) + target_offset
+        in_tile = (row < num_rows) & (target >= 0) & (target < num_columns)
+        positive = tl.where(in_tile, target, -1).to(tl.int32)[:, None] == column[None, :]
     if ID_RULE != "ignore":
         x_id = tl.load(x_ids + row, mask=row < num_rows, other=0)
         y_id = tl.load(y_ids + column, mask=column < num_columns, other=0)
         same = x_id[:, None] == y_id[None, :]
         if ID_RULE == "mask":
             mask &= positive | (same == 0)
-    s = tl.where(mask, xy * scale + bias, NEG_INF)
-    if ID_RULE == "positive":
-        positive = (positive | same) & (s != NEG_INF)
-    return s, positive
+        else:
+            positive |= same
+    return mask, positive
 
 
 @triton.jit
 def _finite(max_):
     """To subtract: 0 where nothing counts, so that -inf - -inf does not become NaN."""
     return tl.where(max_ == NEG_INF, 0.0, max_)
+
+
+@triton.jit
+def _sum_and_count(values, which, AXIS: tl.constexpr):
+    return tl.sum(tl.where(which, values, 0.0), AXIS), tl.sum(which.to(tl.float32), AXIS)
+
+
+@triton.jit
+def _softplus(z):
+    """log(1 + exp(z)), with all digits where it is small."""
+    e = tl.exp(-tl.abs(z))
+    u = 1.0 + e
+    rounded = u == 1.0
+    return tl.maximum(z, 0.0) + tl.where(rounded, e, tl.log(u) * (e / tl.where(rounded, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -341,122 +311,103 @@ def _sigmoid(s, positive):
 
 
 @triton.jit
-def _softplus(z):
-    """log(1 + exp(z)), with all digits where it is small."""
-    e = tl.exp(-tl.abs(z))
-    u = 1.0 + e
-    rounded = u == 1.0
-    return tl.maximum(z, 0.0) + tl.where(rounded, e, tl.log(u) * (e / tl.where(rounded, 1.0, u - 1.0)))
+def _softmax_terms(
+    s, row, mask, row_grad, max_, sum_exp, positive_count, logit_count, label_smoothing, AXIS: tl.constexpr
+):
+    """row_grad * (probability - uniform label), and row_grad * label of a positive, of rows (axis 1) or columns.
+
+    Converted to float32 before the divisions: float64 is slow on most GPUs.
+    """
+    row_grad = tl.load(row_grad + row, mask=mask, other=0.0).to(tl.float32)
+    max_ = tl.load(max_ + row, mask=mask, other=0.0).to(tl.float32)
+    sum_exp = tl.load(sum_exp + row, mask=mask, other=1.0).to(tl.float32)
+    ds = tl.exp(s - tl.expand_dims(max_, AXIS)) * tl.expand_dims(row_grad / sum_exp, AXIS)
+    label = row_grad
+    if positive_count is not None:
+        label /= tl.maximum(tl.load(positive_count + row, mask=mask, other=1.0).to(tl.float32), 1.0)
+    if label_smoothing is not None:
+        count = tl.load(logit_count + row, mask=mask, other=1.0).to(tl.float32)
+        label *= 1.0 - label_smoothing
+        ds -= tl.expand_dims(label_smoothing * row_grad / tl.maximum(count, 1.0), AXIS)
+    return ds, tl.expand_dims(label, AXIS)
 
 
-# ---- statistics
+# ---- merging
 
 
-@triton.jit
-def _store_columns(s, at, slot, mask, EPILOGUE: tl.constexpr, SMOOTHING: tl.constexpr):
-    """Partial statistics of the columns of a subtile, apart from their positives. Returns their maxima."""
-    max_ = tl.max(s, 0)
-    tl.store(at + MAX * slot, max_, mask=mask)
-    if EPILOGUE == "softmax":
-        below = s - _finite(max_)[None, :]
-        tl.store(at + SUM * slot, tl.sum(tl.exp(below), 0), mask=mask)
-        if SMOOTHING:
-            tl.store(at + LOGIT_SUM * slot, tl.sum(tl.where(s == NEG_INF, 0.0, below), 0), mask=mask)
-            tl.store(at + LOGIT_COUNT * slot, tl.sum((s != NEG_INF).to(tl.float32), 0), mask=mask)
-    return max_
-
-
-@triton.jit
-def _store_column_positives(s, positive, max_, at, slot, mask, STATS: tl.constexpr):
-    below = s - _finite(max_)[None, :]
-    tl.store(at + POSITIVE_SUM * slot, tl.sum(tl.where(positive, below, 0.0), 0), mask=mask)
-    tl.store(at + POSITIVE_COUNT * slot, tl.sum(positive.to(tl.float32), 0), mask=mask)
-    if STATS:
-        tl.store(at + TOP_POSITIVE * slot, tl.max(tl.where(positive, s, NEG_INF), 0), mask=mask)
-
-
-@triton.jit
-def _store_no_column_positives(max_, at, slot, mask, STATS: tl.constexpr):
-    zeros = tl.zeros_like(max_)
-    tl.store(at + POSITIVE_SUM * slot, zeros, mask=mask)
-    tl.store(at + POSITIVE_COUNT * slot, zeros, mask=mask)
-    if STATS:
-        tl.store(at + TOP_POSITIVE * slot, zeros + NEG_INF, mask=mask)
+_SUMS_AT = ["softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
+_MAXIMA_AT = ["max_at", "sum_exp_at", "top_at", "top_positive_at"]
 
 
 @triton.jit(
-    do_not_specialize=["length", "num_blocks", "state_stride"], do_not_specialize_on_alignment=["partials", "state"]
+    do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=["partials", *_SUMS_AT, *_MAXIMA_AT]
 )
 def merge_kernel(
     partials,
-    state,
     length,
     num_blocks,
-    state_stride,
-    # positions of the fields in the state; -1: not there, or nothing to add
-    MAX_AT: tl.constexpr,
-    SUM_EXP_AT: tl.constexpr,
-    SOFTPLUS_SUM_AT: tl.constexpr,
-    POSITIVE_SUM_AT: tl.constexpr,
-    POSITIVE_COUNT_AT: tl.constexpr,
-    LOGIT_SUM_AT: tl.constexpr,
-    LOGIT_COUNT_AT: tl.constexpr,
-    TOP_AT: tl.constexpr,
-    TOP_POSITIVE_AT: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
+    # fields of the state; None: not there, or nothing to add
+    max_at=None,
+    sum_exp_at=None,
+    softplus_sum_at=None,
+    positive_sum_at=None,
+    positive_count_at=None,
+    logit_sum_at=None,
+    logit_count_at=None,
+    top_at=None,
+    top_positive_at=None,
 ):
     """Add the partial statistics of all blocks to the state of every row: `State.merge` for many pieces at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < length
-    at, step = state + row, state_stride.to(tl.int64)
     slot = num_blocks.to(tl.int64) * length
-    zeros = tl.zeros((ROWS,), tl.float64)
-    max_, sum_exp = _read(at, MAX_AT, step, row_mask, zeros), _read(at, SUM_EXP_AT, step, row_mask, zeros)
-    softplus_sum = _read(at, SOFTPLUS_SUM_AT, step, row_mask, zeros)
-    positive_sum = _read(at, POSITIVE_SUM_AT, step, row_mask, zeros)
-    positive_count = _read(at, POSITIVE_COUNT_AT, step, row_mask, zeros)
-    logit_sum = _read(at, LOGIT_SUM_AT, step, row_mask, zeros)
-    logit_count = _read(at, LOGIT_COUNT_AT, step, row_mask, zeros)
-    top, top_positive = _read(at, TOP_AT, step, row_mask, zeros), _read(at, TOP_POSITIVE_AT, step, row_mask, zeros)
+    zeros, lowest = tl.zeros((ROWS,), tl.float64), tl.full((ROWS,), NEG_INF, tl.float64)
+    softplus_sum, positive_sum, positive_count, logit_sum, logit_count = zeros, zeros, zeros, zeros, zeros
+    top, top_positive = lowest, lowest
+    if sum_exp_at is not None:
+        max_ = tl.load(max_at + row, mask=row_mask, other=0.0)
+        sum_exp = tl.load(sum_exp_at + row, mask=row_mask, other=0.0)
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         mask = (block < num_blocks)[:, None] & row_mask[None, :]
         piece = partials + block[:, None].to(tl.int64) * length + row[None, :]
-        if MAX_AT >= 0 or TOP_AT >= 0:
+        if softplus_sum_at is not None:
+            softplus_sum += tl.sum(_piece(piece + SUM * slot, mask), 0)
+        if sum_exp_at is not None or top_at is not None:
             block_max = tl.load(piece + MAX * slot, mask=mask, other=NEG_INF)
             new_max = tl.max(block_max, 0)
             top = tl.maximum(top, new_max.to(tl.float64))
             subtracted = _finite(block_max).to(tl.float64)  # from every logit of a sum of logits
-        if SUM_EXP_AT >= 0:
+        if sum_exp_at is not None:
             factor = tl.exp(block_max - _finite(new_max)[None, :]).to(tl.float64)
             new_sum = tl.sum(_piece(piece + SUM * slot, mask) * factor, 0)
             higher = tl.maximum(max_, new_max.to(tl.float64))
             new_sum *= tl.exp(new_max.to(tl.float64) - _finite(higher))
             sum_exp = sum_exp * tl.exp(max_ - _finite(higher)) + new_sum
             max_ = higher
-        if SOFTPLUS_SUM_AT >= 0:
-            softplus_sum += tl.sum(_piece(piece + SUM * slot, mask), 0)
-        if POSITIVE_SUM_AT >= 0:
+        if positive_sum_at is not None:
             counts = _piece(piece + POSITIVE_COUNT * slot, mask)
             positive_count += tl.sum(counts, 0)
             positive_sum += tl.sum(_piece(piece + POSITIVE_SUM * slot, mask) + subtracted * counts, 0)
-        if LOGIT_COUNT_AT >= 0:
+        if logit_sum_at is not None:
             counts = _piece(piece + LOGIT_COUNT * slot, mask)
             logit_count += tl.sum(counts, 0)
             logit_sum += tl.sum(_piece(piece + LOGIT_SUM * slot, mask) + subtracted * counts, 0)
-        if TOP_POSITIVE_AT >= 0:
+        if top_positive_at is not None:
             tops = tl.load(piece + TOP_POSITIVE * slot, mask=mask, other=NEG_INF)
             top_positive = tl.maximum(top_positive, tl.max(tops, 0).to(tl.float64))
-    _write(at, MAX_AT, step, row_mask, max_)
-    _write(at, SUM_EXP_AT, step, row_mask, sum_exp)
-    _write(at, SOFTPLUS_SUM_AT, step, row_mask, softplus_sum)
-    _write(at, POSITIVE_SUM_AT, step, row_mask, positive_sum)
-    _write(at, POSITIVE_COUNT_AT, step, row_mask, positive_count)
-    _write(at, LOGIT_SUM_AT, step, row_mask, logit_sum)
-    _write(at, LOGIT_COUNT_AT, step, row_mask, logit_count)
-    _write(at, TOP_AT, step, row_mask, top)
-    _write(at, TOP_POSITIVE_AT, step, row_mask, top_positive)
+    if sum_exp_at is not None:
+        tl.store(max_at + row, max_, mask=row_mask)
+        tl.store(sum_exp_at + row, sum_exp, mask=row_mask)
+    _update(softplus_sum_at, row, row_mask, softplus_sum)
+    _update(positive_sum_at, row, row_mask, positive_sum)
+    _update(positive_count_at, row, row_mask, positive_count)
+    _update(logit_sum_at, row, row_mask, logit_sum)
+    _update(logit_count_at, row, row_mask, logit_count)
+    _update(top_at, row, row_mask, top, MAXIMUM=True)
+    _update(top_positive_at, row, row_mask, top_positive, MAXIMUM=True)
 
 
 @triton.jit
@@ -465,47 +416,7 @@ def _piece(at, mask):
 
 
 @triton.jit
-def _read(at, FIELD: tl.constexpr, step, mask, default):
-    if FIELD >= 0:
-        return tl.load(at + FIELD * step, mask=mask, other=0.0)
-    else:
-        return default
-
-
-@triton.jit
-def _write(at, FIELD: tl.constexpr, step, mask, value):
-    if FIELD >= 0:
-        tl.store(at + FIELD * step, value, mask=mask)
-
-
-# ---- gradients
-
-
-@triton.jit
-def _row_terms(
-    state,
-    state_stride,
-    row_grad_at,
-    row,
-    mask,
-    label_smoothing,
-    MAX_AT: tl.constexpr,
-    SUM_EXP_AT: tl.constexpr,
-    POSITIVE_COUNT_AT: tl.constexpr,
-    LOGIT_COUNT_AT: tl.constexpr,
-):
-    """What dS takes from a row: its maximum, row_grad / sum_exp, and row_grad * aim of a positive and of any column.
-
-    Converted to float32 before the divisions: float64 is slow on most GPUs.
-    """
-    at, step = state + row, state_stride.to(tl.int64)
-    row_grad = tl.load(row_grad_at + row, mask=mask, other=0.0).to(tl.float32)
-    max_ = tl.load(at + MAX_AT * step, mask=mask, other=0.0).to(tl.float32)
-    sum_exp = tl.load(at + SUM_EXP_AT * step, mask=mask, other=1.0).to(tl.float32)
-    aim, uniform = row_grad, row_grad
-    if POSITIVE_COUNT_AT >= 0:
-        aim = row_grad / tl.maximum(tl.load(at + POSITIVE_COUNT_AT * step, mask=mask, other=1.0).to(tl.float32), 1.0)
-    if LOGIT_COUNT_AT >= 0:
-        count = tl.load(at + LOGIT_COUNT_AT * step, mask=mask, other=1.0).to(tl.float32)
-        aim, uniform = aim * (1.0 - label_smoothing), label_smoothing * row_grad / tl.maximum(count, 1.0)
-    return max_, row_grad / sum_exp, aim, uniform
+def _update(field, row, mask, value, MAXIMUM: tl.constexpr = False):
+    if field is not None:
+        old = tl.load(field + row, mask=mask, other=0.0)
+        tl.store(field + row, tl.maximum(old, value) if MAXIMUM else old + value, mask=mask)

@@ -1,19 +1,17 @@
-"""Launch settings of the kernels: a default per architecture and, on request, the fastest of those timed."""
+"""Launch settings of the kernels: what `megabatch bench kernels --tune` found, else a default per architecture."""
 
-import contextlib
 import json
+import logging
 import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
-AUTOTUNE = "MEGABATCH_AUTOTUNE"
+_log = logging.getLogger(__name__)
 # What kernels call the fields of Settings, in order.
 ARGUMENTS = ("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_WIDTH", "SUBTILES", "GROUP_ROWS", "num_warps", "num_stages")
-SMALLEST_TUNED = 2048  # side of a tile; timings of smaller ones are noise
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,14 @@ class Settings:
     group_rows: int = 8
     warps: int = 8
     stages: int = 3
+
+    def __post_init__(self) -> None:
+        sizes = (self.rows, self.columns, self.width, self.subtiles, self.warps)
+        if any(type(size) is not int or size < 1 for size in astuple(self)) or any(size & (size - 1) for size in sizes):
+            raise ValueError(f"settings must be positive integers, and sizes powers of two, got {self}")
+
+    def arguments(self) -> dict[str, int]:
+        return dict(zip(ARGUMENTS, astuple(self), strict=True))
 
 
 _INTERPRETED = Settings(32, 32, 32, subtiles=2, group_rows=2, warps=1, stages=1)  # small tests have several blocks
@@ -75,66 +81,20 @@ def defaults(architecture: str, kind: str) -> Settings:
     return DEFAULTS[architecture][kind]
 
 
-# ---- autotuning
+def tuning_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "megabatch", "tuning.json")
 
 
-def autotunes() -> bool:
-    word = os.environ.get(AUTOTUNE, "") or "0"
-    if word not in ("0", "1"):
-        raise ValueError(f"megabatch: {AUTOTUNE} must be 0 or 1, got {word!r}.")
-    return word == "1"
-
-
-def variants(settings: Settings) -> list[Settings]:
-    """The candidates; the defaults come first and win a tie."""
-    tried = [
-        replace(settings, rows=rows, columns=columns, width=width, warps=warps, stages=stages)
-        for rows, columns in [(128, 128), (128, 64), (64, 128), (128, 256), (64, 64)]
-        for width in sorted({settings.width, max(settings.width // 2, 16)}, reverse=True)
-        for warps in (4, 8)
-        for stages in (settings.stages, settings.stages + 1)
-    ]
-    return [settings, *(other for other in tried if other != settings)]
-
-
-class Tuning:
-    """The fastest settings by key, in a file that later processes read."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.path = path or cache / "megabatch" / "tuning.json"
-        self._found: dict[str, Settings] = {}
-
-    def known(self, key: str) -> Settings | None:
-        if key not in self._found:
-            self._found = self._read() | self._found
-        return self._found.get(key)
-
-    def search(self, key: str, candidates: list[Settings], time: Callable[[Settings], float | None]) -> Settings:
-        """Time them all. `time` returns None for settings that do not fit the device; if none fits, the first wins."""
-        timed = [(taken, settings) for settings in candidates if (taken := time(settings)) is not None]
-        best = min(timed, key=lambda pair: pair[0])[1] if timed else candidates[0]
-        self._found = {**self._read(), **self._found, key: best}
-        with contextlib.suppress(OSError):  # not writable: the next process will time again
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump({key: asdict(settings) for key, settings in self._found.items()}, file, indent=1)
-            os.replace(file.name, self.path)
-        return best
-
-    def _read(self) -> dict[str, Settings]:
-        """The valid entries: the file may be of another version, or truncated."""
-        try:
-            stored = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        entries = stored.items() if isinstance(stored, dict) else ()
-        return {key: Settings(**entry) for key, entry in entries if _is_valid(entry)}
-
-
-def _is_valid(entry: object) -> bool:
-    names = {member.name for member in fields(Settings)}
-    if not isinstance(entry, dict) or entry.keys() != names:
-        return False
-    positive = all(type(value) is int and value > 0 for value in entry.values())
-    return positive and all(entry[name] & (entry[name] - 1) == 0 for name in names - {"group_rows", "stages"})
+@cache
+def tuned() -> dict[str, Settings]:
+    """The settings that `megabatch bench kernels --tune` left, by `Triton.tuning_key`."""
+    try:
+        return {key: Settings(**entry) for key, entry in json.loads(tuning_path().read_bytes()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # No warning, which may be an error to the user: ranks wait for each other here.
+        _log.warning(
+            "%s is ignored (%s). Run megabatch bench kernels --tune again, or delete it.", tuning_path(), error
+        )
+        return {}

@@ -41,7 +41,11 @@ class State:
         self.names, self.table = names, table
         self._fields = dict(zip(names, table.unbind(), strict=True))
 
-    def reset(self, shift: float) -> "State":
+    @classmethod
+    def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device, shift: float) -> "State":
+        return cls(names, torch.empty(len(names), num_rows, dtype=torch.float64, device=device)).reset(shift)
+
+    def reset(self, shift: float = OWN_MAX) -> "State":
         """To the statistics of no columns: the neutral element of `merge`."""
         self.table.zero_()
         for name, lowest in (("max", shift), ("top", -math.inf), ("top_positive", -math.inf)):

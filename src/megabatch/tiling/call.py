@@ -90,6 +90,7 @@ class Call:
     def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""
         layout, error = self.layout, None
+        features = [x for x in self.inputs.features if x is not None]
         sizes = Sizes(
             rows=tuple(map(len, layout.rows)),
             columns=tuple(map(len, layout.columns)),
@@ -97,7 +98,7 @@ class Call:
             width=layout.width,
             element=layout.dtype.itemsize,
             operand=operand_dtype.itemsize,
-            copied=layout.normalized or any(block.features.dtype != operand_dtype for block in layout.feature_blocks()),
+            copied=layout.normalized or any(x.dtype != operand_dtype or x.stride(1) != 1 for x in features),
             sum_for_scale=self.sum_for_scale,
             backend=self.handshake.backend,
             threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
@@ -143,8 +144,7 @@ class Call:
         names = state_fields(self.spec, self.options.return_stats)
         blocks = self.layout.feature_blocks()
         if table is None:
-            shape = len(names), sum(map(len, blocks))
-            state = State(names, torch.empty(shape, dtype=torch.float64, device=self.layout.device)).reset(self.shift)
+            state = State.neutral(names, sum(map(len, blocks)), self.layout.device, self.shift)
         else:
             state = State(names, table)
         start = 0

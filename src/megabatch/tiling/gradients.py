@@ -31,6 +31,8 @@ def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
     side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
     summed = side if call.handshake.needs.scale and not call.sum_for_scale else []
+    if summed:
+        sums[0].zero_()
     for block in call.needing:
         is_summed = any(block is other for other in summed)
         for strip in block.strips(strip_height(block.features)):

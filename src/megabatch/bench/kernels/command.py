@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import report, session
 from ..session import Session
-from . import compiling, machine_code, roofline
+from . import compiling, machine_code, roofline, tuning
 from .compiling import DTYPES, VARIANTS, Compiled
 from .targets import KIB, TARGETS
 
@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a minute instead of many: six variants, bfloat16, D=768")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="that compile at a time")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="on a GPU: time launch settings for the forward variants, and keep the fastest for the library to use",
+    )
     parser.add_argument("--markdown", action="store_true", help="tables for a page of documentation")
     session.add_arguments(parser, plots=False)
 
@@ -53,6 +58,8 @@ def main(options: argparse.Namespace) -> int:
     variants = [name for name in VARIANTS if any(text in name for text in options.variants)]
     if options.quick:
         variants, options.dtypes, options.widths = QUICK, ["bfloat16"], [768]
+    if options.tune:
+        return tuning.main(variants, options.dtypes, options.widths)
     table = report.markdown if options.markdown else report.table
     groups = list(itertools.product(options.targets, options.dtypes))
     jobs = [(target, dtype, name) for target, dtype in groups for name in variants]

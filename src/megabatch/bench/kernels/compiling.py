@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context, parent_process
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ...backends.backend import Kept
 from ...backends.triton_backend import Triton
-from ...backends.triton_settings import AUTOTUNE
+from ...backends.triton_settings import defaults
 from ...losses import spec as specs
 from ...losses.block import Block, Tile
 from ...losses.spec import Spec
@@ -29,6 +28,8 @@ from ...losses.state import State, state_fields
 from . import machine_code
 from .machine_code import Figures
 from .targets import TARGETS, Target
+
+Backend = TypeVar("Backend", bound=Triton)
 
 INTERPRET = "TRITON_INTERPRET"
 # What features are, and how float32 is multiplied.
@@ -232,8 +233,8 @@ def _end_with_the_parent() -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Without what would change the kernels or their settings, for the processes that are started here."""
-    taken = {name: os.environ.pop(name) for name in (INTERPRET, AUTOTUNE) if name in os.environ}
+    """Without the interpreter, for the processes that are started here."""
+    taken = {INTERPRET: os.environ.pop(INTERPRET)} if INTERPRET in os.environ else {}
     try:
         yield
     finally:
@@ -253,38 +254,43 @@ def compile_job(job: tuple[str, str, str], widths: tuple[int, ...]) -> list[Comp
     ]
 
 
+def new_backend(kind: type[Backend], variant: Variant, dtype: str, device: str = "cpu") -> Backend:
+    operand_dtype, precision = DTYPES[dtype]
+    spec = variant.spec
+    backend = kind(
+        spec,
+        10.0,
+        -10.0 if spec.epilogue == "sigmoid" else 0.0,
+        torch.float32,
+        operand_dtype,
+        torch.device(device),
+        stats=variant.stats,
+        sum_for_scale=dtype != "float32" or variant.frozen,
+        sum_for_bias=spec.epilogue == "sigmoid",
+        one_pass=variant.action == "one pass",
+    )
+    backend.kind = precision if operand_dtype == torch.float32 else "half"
+    backend._precision = precision
+    return backend
+
+
 class Recorder(Triton):
-    """The backend as it is on a target."""
+    """Writes down what it would launch."""
 
-    def __init__(self, variant: Variant, target: Target, dtype: str) -> None:
-        self.launches: list[tuple[Any, dict[str, Any]]] = []
-        operand_dtype, precision = DTYPES[dtype]
-        spec = variant.spec
-        super().__init__(
-            spec,
-            10.0,
-            -10.0 if spec.epilogue == "sigmoid" else 0.0,
-            torch.float32,
-            torch.device("cpu"),
-            operand_dtype=operand_dtype,
-            stats=variant.stats,
-            sum_for_scale=dtype != "float32" or variant.frozen,
-            sum_for_bias=spec.epilogue == "sigmoid",
-        )
-        self._architecture = target.name
-        self._precision = precision
-        self._kind = precision if operand_dtype == torch.float32 else "half"
+    launches: list[tuple[Any, dict[str, Any]]]
 
-    def _start(self, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    def _start(self, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
         self.launches.append((kernel, arguments))
 
 
 def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[tuple[Any, dict[str, Any]]]:
-    """Kernels and arguments."""
-    backend = Recorder(variant, target, dtype)
-    tile = _tile(variant, DTYPES[dtype][0], width)
+    """Kernels and arguments, at the default settings of a target."""
+    backend = new_backend(Recorder, variant, dtype)
+    backend.launches, backend.architecture = [], target.name
+    backend.settings = defaults(target.name, backend.kind)
+    tile = new_tile(variant, dtype, width)
     keeps = variant.action in ("forward keep", "one pass", "backward kept")
-    kept = Kept(torch.empty(tile.shape[0] * tile.shape[1])) if keeps else None
+    kept = torch.empty(tile.shape[0] * tile.shape[1]) if keeps else None
     if variant.action == "scores":
         backend.scores(tile)
     elif variant.action.startswith("backward"):
@@ -294,20 +300,20 @@ def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[t
     return backend.launches
 
 
-def _tile(variant: Variant, dtype: torch.dtype, width: int) -> Tile:
+def new_tile(variant: Variant, dtype: str, width: int) -> Tile:
+    """Of the default size, in memory that nobody has written to."""
     height, side = Triton.tile_sides(width, 1)
-    spec, backward = variant.spec, variant.action.startswith("backward")
+    spec = variant.spec
     names = state_fields(spec, variant.stats)
-    has_row_grad = backward or variant.action == "one pass"
 
     def block(length: int, **targets: Any) -> Block:
         return Block(
-            torch.empty(length, width, dtype=dtype),
+            torch.empty(length, width, dtype=DTYPES[dtype][0]),
             0,
             ids=torch.empty(length, dtype=torch.int64) if spec.id_rule != "ignore" else None,
             inverse_norm=torch.empty(length) if variant.normalize else None,
             state=State(names, torch.empty(len(names), length, dtype=torch.float64)),
-            row_grad=torch.empty(length if has_row_grad else 0, dtype=torch.float64),
+            row_grad=torch.empty(length, dtype=torch.float64),
             grad=None if variant.frozen else torch.empty(length, width),
             **targets,
         )
