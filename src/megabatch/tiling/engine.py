@@ -81,7 +81,7 @@ class Engine:
         if self.options.exchange != "auto" or self.ranks.size == 1:
             return self.options.exchange == "gather"
         infos = self.handshake.infos
-        features: int = max(getattr(torch, name).itemsize for info in infos for name in info.dtypes if name)
+        features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
         return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
@@ -166,7 +166,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         norms = measure_norms(inputs, options)
     except Warning as raised:  # which the user turned into an error: on all ranks, then
         error = raised.with_traceback(None)
-    engine = Engine(inputs, options, norms, Handshake(inputs, options, norms, error))
+    engine = Engine(inputs, options, norms, Handshake.of_forward(inputs, options, norms, error))
     layout, spec, plan = engine.layout, engine.spec, engine.plan
     blocks = layout.feature_blocks()
     state = State.neutral(state_fields(spec, options.return_stats), sum(map(len, blocks)), layout.device)
@@ -191,11 +191,10 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         plan,
         engine.ranks.num_handshakes,
         any(engine.handshake.needs),
-        norms.largest,
-        layout.shared_max(),
+        math.nan,
         math.nan if isinstance(denominator, Tensor) else denominator,
         marks,
-        None if options.group else engine.handshake,  # a group must not live as long as the loss
+        engine.handshake.infos,  # and not the handshake: a group must not live as long as the loss
     )
     return value, stats, SavedTensors(state.table, kept, scalars), numbers
 
@@ -235,10 +234,8 @@ def backward(
     inverse: tuple[Tensor | None, ...] = (None,) * 3
     if options.normalize:
         inverse = tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features)
-    norms = Norms(inverse, numbers.max_norms)
-    handshake = numbers.handshake
-    if handshake is None or options.group or options.reduction == "none":
-        handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
+    handshake = Handshake.of_backward(inputs, options, numbers.infos, upstream, numbers.forward_number)
+    norms = Norms(inverse, handshake.infos[handshake.ranks.rank].max_norms)
     engine = Engine(inputs, options, norms, handshake, numbers.plan)
     layout, spec = engine.layout, engine.spec
     state = State(state_fields(spec, options.return_stats), saved.state, numbers.shared_max)

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .handshake import Handshake
+from .handshake import RankInfo
 from .plan import Plan
 
 _NAN = -torch.finfo(torch.float64).max  # in its place in a packed tensor: a copy of it should be equal to it
@@ -44,33 +45,35 @@ class SavedNumbers:
     Attributes:
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
-        max_norms: Bounds of the lengths of rows.
         shared_max: Of the state, where the host knows it; else NaN.
         denominator: What the mean divides by, where the host knows it; else NaN.
         marks: Of the tiles that are kept.
-        handshake: Of the forward: alone, a rank has nothing new to say in the backward.
+        infos: What the ranks brought to the forward.
     """
 
     plan: Plan
     forward_number: int
     joins_backward: bool
-    max_norms: tuple[float, ...]
     shared_max: float
     denominator: float
     marks: list[float]
-    handshake: Handshake | None = None
+    infos: list[RankInfo]
 
     def pack(self) -> Tensor:
-        """As a tensor on the CPU, which is what an operator can return. The handshake stays behind."""
+        """As a tensor on the CPU, which is what an operator can return."""
         plan = self.plan
         numbers: list[float] = [plan.rows, plan.columns, plan.one_pass, plan.kept]
-        numbers += [self.forward_number, self.joins_backward, *self.max_norms, self.shared_max, self.denominator]
-        packed = [_NAN if math.isnan(number) else number for number in [*numbers, *self.marks]]
+        numbers += [self.forward_number, self.joins_backward, self.shared_max, self.denominator]
+        numbers += [len(self.marks), *self.marks, len(self.infos)]
+        numbers += chain.from_iterable(info.encode() for info in self.infos)
+        packed = [_NAN if math.isnan(number) else number for number in numbers]
         return torch.tensor(packed, dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "SavedNumbers":
-        numbers = [math.nan if number == _NAN else number for number in packed.tolist()]
-        rows, columns, one_pass, kept, forward_number, joins_backward, *rest = numbers
+        rest = iter([math.nan if number == _NAN else number for number in packed.tolist()])
+        rows, columns, one_pass, kept, forward_number, joins_backward, shared_max, denominator = islice(rest, 8)
         plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
-        return cls(plan, int(forward_number), bool(joins_backward), tuple(rest[:3]), rest[3], rest[4], rest[5:])
+        marks = list(islice(rest, int(next(rest))))
+        infos = [RankInfo.decode(rest) for _ in range(int(next(rest)))]
+        return cls(plan, int(forward_number), bool(joins_backward), shared_max, denominator, marks, infos)
