@@ -4,7 +4,6 @@ On both sides all ranks' rows of one input come in rank order, and those of the 
 begins is arithmetic on the numbers of rows that the ranks have exchanged.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any
@@ -48,48 +47,41 @@ class Layout:
         self.overlap, self.gathers = overlap, gathers
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
         self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
-        self._row_offsets, self._column_offsets = self._offsets(self.row_inputs), self._offsets(self.column_inputs)
+        self._offsets = self._starts(self.row_inputs) | self._starts(self.column_inputs)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
         self.normalized = norms.inverse[0] is not None
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
-        self.rows, self.columns = self._own_blocks(inputs, norms)
-        self._strips: tuple[list[Block], list[Block]] = [], []
+        own = self._own_blocks(inputs, norms)
+        self.rows, self.columns = (own, own) if spec.symmetric else (own[:1], own[1:])
 
-    def _offsets(self, which: tuple[int, ...]) -> dict[int, list[int]]:
+    def _starts(self, which: tuple[int, ...]) -> dict[int, list[int]]:
         """By input: where every rank's rows begin."""
         offsets, start = {}, 0
         for index in which:
             *offsets[index], start = accumulate((info.rows[index] for info in self.infos), initial=start)
         return offsets
 
-    def _own_blocks(self, inputs: LossInputs, norms: Norms) -> tuple[list[Block], list[Block]]:
+    def _own_blocks(self, inputs: LossInputs, norms: Norms) -> list[Block]:
+        """In the order of the inputs. The positive of a row is that of the same number in the other input, if any."""
+        rank, blocks = self.ranks.rank, []
         ids = (inputs.row_ids, inputs.row_ids if self.spec.symmetric else inputs.column_ids, inputs.negative_ids)
-
-        def block(index: int, offsets: dict[int, list[int]], **targets: Any) -> Block:
-            features, own_ids = inputs.features[index], ids[index]
-            assert features is not None
-            return Block(
+        for index, features in enumerate(inputs.features):
+            if features is None:
+                continue
+            own_ids = ids[index]
+            block = Block(
                 features,
-                offsets[index][self.ranks.rank],
+                self._offsets[index][rank],
                 None if own_ids is None else own_ids.long().contiguous(),
                 inverse_norm=norms.inverse[index],
                 max_norm=norms.largest[index],
-                **targets,
             )
-
-        rows, columns = self._row_offsets, self._column_offsets
-        first = columns[self.column_inputs[0]][self.ranks.rank]
-        if self.spec.symmetric and inputs.columns is None:
-            own = [block(0, rows)]
-            return own, own
-        if self.spec.symmetric:
-            own = [block(0, rows, target_offset=rows[1][self.ranks.rank]), block(1, rows, target_offset=first)]
-            return own, own
-        targets: Members = {"target_offset": first}
+            if index in self.row_inputs and self.spec.has_targets:
+                block.target_offset = self._offsets[1 - index][rank]
+            blocks.append(block)
         if inputs.positives is not None:
-            targets = {"targets": inputs.positives.long() + first}
-        others = [block(index, columns) for index in self.column_inputs if inputs.features[index] is not None]
-        return [block(0, rows, **targets)], others
+            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + self._offsets[1][rank], None
+        return blocks
 
     # ---- who holds what
 
@@ -123,28 +115,48 @@ class Layout:
             brought: Names of members of a Block that travel with columns, beside the features.
             collected: Name of the member that other ranks add up for columns: "state", "grad", or "" for none.
         """
-        rows, columns = self._strips = self._own_strips(height, width)
+        rows, columns = self._own_strips(height, width)
         own = self._own_tiles(rows, columns)
         if self.ranks.size == 1:
             yield from own
             return
-        remote = _RemoteColumns(self, ("features", "ids", "inverse_norm", *brought), collected)
-        for step in remote.ring_pass().steps():
-            if step.block is None:
-                yield from own if step.is_last else islice(own, -(-len(rows) // 2))
+        packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
+        sums = PackedColumns(self, (collected,) if collected else ())
+        ring_pass = RingPass(
+            self.ranks,
+            self.reach,
+            packed.pack(),
+            packed.sizes,
+            sums.sizes,
+            merge=sums.merge,
+            receive_sums=sums.receive,
+            overlap=self.overlap,
+            gather=self.gathers,
+        )
+        halves = iter((islice(own, -(-len(rows) // 2)), own))
+        for step in ring_pass.steps():
+            if step is None:
+                yield from next(halves)
             else:
-                blocks = remote.unpack(step.owner, step.block, step.sums)
-                yield from cross(*self._shared_strips(step.owner, rows, blocks, width))
+                owner = step.owner
+                blocks = self._remote_blocks(owner, packed.unpack(owner, step.block), sums.unpack(owner, step.sums))
+                yield from cross(*self._shared_strips(owner, rows, blocks, width))
 
     def _own_tiles(self, rows: list[Block], columns: list[Block]) -> Iterator[list[Tile]]:
         yield from cross(rows, columns, self.spec.symmetric)
         for strip in rows + columns:
             strip.finish_grad()
 
-    def shared_max(self) -> float:
-        """The `max` of the states of all own rows and columns, where the host knows that it is one number; else NaN."""
-        found = {strip.state.shared_max for side in self._strips for strip in side}
-        return found.pop() if len(found) == 1 and self.ranks.size == 1 else math.nan
+    def _remote_blocks(self, owner: int, brought: list[Members], added: list[Members]) -> list[Block]:
+        """The columns of another rank, with nothing added up for them so far."""
+        info, blocks = self.infos[owner], []
+        for index, members, sums in zip(self.column_inputs, brought, added, strict=True):
+            for value in sums.values():
+                value.reset() if isinstance(value, State) else value.zero_()
+            if info.rows[index]:
+                offset, max_norm = self._offsets[index][owner], info.max_norms[index]
+                blocks.append(Block(offset=offset, max_norm=max_norm, **members, **sums))
+        return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
         """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
@@ -180,97 +192,58 @@ def _split_in_two(block: Block) -> tuple[Block, Block]:
     return block.slice(0, middle), block.slice(middle, len(block))
 
 
-class _RemoteColumns:
-    """Columns of other ranks as blocks, from the bytes they travel in and back."""
+class PackedColumns:
+    """Some members of the columns, by name, as they travel: those of all blocks of a rank in one message."""
 
-    def __init__(self, layout: Layout, brought: tuple[str, ...], collected: str) -> None:
-        self.layout, self.infos = layout, layout.infos
-        self.brought, self.collected = brought, (collected,) if collected else ()
-        self.home = [block for block in layout.columns if len(block)]
+    def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
+        self.layout, self.names = layout, names
         self.state_names = layout.columns[0].state.names
-        self.packings = [self._packing(rank, self.brought) for rank in range(len(self.infos))]
-        self.sums = [self._packing(rank, self.collected) for rank in range(len(self.infos))]
+        self.packings = [Packing(self._contents(info)) for info in layout.infos]
+        self.sizes = [packing.nbytes for packing in self.packings]
 
-    def ring_pass(self) -> RingPass:
-        layout, rank = self.layout, self.layout.ranks.rank
-        members = (getattr(block, name) for block in self.home for name in self.brought)
-        tensors = (value.table if isinstance(value, State) else value for value in members if value is not None)
-        sizes, sum_sizes = ([packing.nbytes for packing in packings] for packings in (self.packings, self.sums))
-        own = torch.empty(max(sizes), dtype=torch.uint8, device=layout.device)
-        self.packings[rank].pack(tensors, own)
-        return RingPass(
-            layout.ranks,
-            layout.reach,
-            own,
-            sizes,
-            sum_sizes,
-            merge=self._merge,
-            receive_sums=self._receive,
-            overlap=layout.overlap,
-            gather=layout.gathers,
-        )
+    def _contents(self, info: RankInfo) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of every member of every block of a rank; of length 0 where it has none."""
+        layout, contents = self.layout, []
+        for index in layout.column_inputs:
+            length = info.rows[index]
+            known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+                "features": (info.dtypes[index], (length, layout.width)),
+                "ids": (torch.int64, (length * info.ids[index],)),
+                "inverse_norm": (layout.dtype, (length * layout.normalized,)),
+                "state": (torch.float64, (len(self.state_names), length)),
+                "row_grad": (torch.float64, (length,)),
+                "grad": (layout.dtype, (length * info.needs[index], layout.width)),
+            }
+            contents += [known[name] for name in self.names]
+        return contents
 
-    def unpack(self, owner: int, packed: Tensor, sums: Tensor | None) -> list[Block]:
-        """The owner's blocks, with nothing added up for them so far."""
-        assert sums is not None
-        blocks = []
-        read = self._members(owner, self.brought, self.packings[owner].unpack(packed))
-        added = self._members(owner, self.collected, self.sums[owner].unpack(sums))
-        for index, members, zeros in zip(self._inputs(owner), read, added, strict=True):
-            for value in zeros.values():
-                value.reset() if isinstance(value, State) else value.zero_()
-            offset = self.layout._column_offsets[index][owner]
-            blocks.append(Block(offset=offset, max_norm=self.infos[owner].max_norms[index], **members, **zeros))
-        return blocks
+    def pack(self) -> Tensor:
+        """Those of this rank, in memory that holds any rank's."""
+        memory = torch.empty(max(self.sizes), dtype=torch.uint8, device=self.layout.device)
+        for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
+            for name, inside in members.items():
+                value = getattr(block, name)
+                inside.table.copy_(value.table) if isinstance(value, State) else inside.copy_(value)
+        return memory
 
-    def _merge(self, owner: int, into: Tensor, other: Tensor) -> None:
-        packing = self.sums[owner]
-        for one, another in zip(
-            *(self._members(owner, self.collected, packing.unpack(memory)) for memory in (into, other)), strict=True
-        ):
-            _add(one, another)
+    def unpack(self, rank: int, memory: Tensor) -> list[Members]:
+        """Those of every block of a rank, as views of `memory`."""
+        tensors = iter(self.packings[rank].unpack(memory))
+        blocks = [{name: next(tensors) for name in self.names} for _ in self.layout.column_inputs]
+        return [{name: self._member(name, x) for name, x in members.items() if x.numel()} for members in blocks]
 
-    def _receive(self, sums: Tensor) -> None:
-        rank = self.layout.ranks.rank
-        for block, added in zip(
-            self.home, self._members(rank, self.collected, self.sums[rank].unpack(sums)), strict=True
-        ):
-            _add(vars(block), added)
+    def _member(self, name: str, tensor: Tensor) -> Tensor | State:
+        return State(self.state_names, tensor) if name == "state" else tensor
 
-    # ---- what is in a packed block
+    def merge(self, rank: int, into: Tensor, other: Tensor) -> None:
+        """Add what one rank has added up for another to what this one has."""
+        for members, others in zip(self.unpack(rank, into), self.unpack(rank, other), strict=True):
+            _add(members, others)
 
-    def _inputs(self, rank: int) -> list[int]:
-        return [index for index in self.layout.column_inputs if self.infos[rank].rows[index]]
-
-    def _members(self, rank: int, names: tuple[str, ...], tensors: list[Tensor]) -> list[Members]:
-        """Of every block of a rank."""
-        rest = iter(tensors)
-        members: list[Members] = [
-            {name: next(rest) for name in self._shapes(rank, index, names)} for index in self._inputs(rank)
-        ]
-        for found in members:
-            if "state" in found:
-                found["state"] = State(self.state_names, found["state"])
-        return members
-
-    def _packing(self, rank: int, names: tuple[str, ...]) -> Packing:
-        return Packing(
-            tuple(kind for index in self._inputs(rank) for kind in self._shapes(rank, index, names).values())
-        )
-
-    def _shapes(self, rank: int, index: int, names: tuple[str, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of those members that a block of a rank has."""
-        info, layout = self.infos[rank], self.layout
-        length = info.rows[index]
-        shapes: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
-            "features": (True, getattr(torch, info.dtypes[index] or "float32"), (length, layout.width)),
-            "ids": (info.ids[index], torch.int64, (length,)),
-            "inverse_norm": (layout.normalized, layout.dtype, (length,)),
-            "state": (True, torch.float64, (len(self.state_names), length)),
-            "row_grad": (True, torch.float64, (length,)),
-            "grad": (info.needs[index], layout.dtype, (length, layout.width)),
-        }
-        return {name: shapes[name][1:] for name in names if shapes[name][0]}
+    def receive(self, memory: Tensor) -> None:
+        """Add what another rank has added up to the columns of this one."""
+        for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
+            _add(vars(block), members)
 
 
 def _add(into: Members, other: Members) -> None:
