@@ -22,6 +22,7 @@ from torch import Tensor
 
 NUMBERS = 32  # that a rank can bring to a handshake. One size for all: ranks may make different calls by mistake
 ERRORS = (ValueError, TypeError, UserWarning)
+REFUSED = -1  # in place of a hash
 
 Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
@@ -75,14 +76,13 @@ class Ranks:
             return [list(own)]
         _handshakes[self.group] = self.num_handshakes + 1
         call = f"{self.function}, {self.where}"
-        header = [error is not None, _hash(json.dumps([call, same])), _hash(call_site)]
-        padding = [0.0] * (NUMBERS - len(own))
-        mine = torch.tensor([*header, *own, *padding], dtype=torch.float64)
+        digest = REFUSED if error is not None else _hash(json.dumps([call, call_site, same]))
+        mine = torch.tensor([digest, *own, *[0.0] * (NUMBERS - len(own))], dtype=torch.float64)
         everyones = torch.stack(self._all_gather(mine)).tolist()
-        refused, calls, sites = (set(numbers) for numbers in zip(*(each[:3] for each in everyones), strict=True))
-        if any(refused) or len(calls) > 1 or (all(sites) and len(sites) > 1):
+        digests = {each[0] for each in everyones}
+        if REFUSED in digests or len(digests) > 1:
             self._compare(call, same, error, call_site)
-        return [each[3 : 3 + len(own)] for each in everyones]
+        return [each[1 : 1 + len(own)] for each in everyones]
 
     def _compare(self, call: str, same: Facts, error: Exception | None, call_site: str) -> None:
         """Raise, on every rank, the first thing that is wrong."""
@@ -219,5 +219,5 @@ def first_difference(values: Sequence[Any], alike: Callable[[Any, Any], bool] = 
 
 
 def _hash(text: str) -> int:
-    """The same in every process, and exact in float64; 0 for no text."""
-    return int(hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), 16) if text else 0
+    """The same in every process, and exact in float64."""
+    return int(hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), 16)

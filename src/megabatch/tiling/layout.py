@@ -6,13 +6,14 @@ begins is arithmetic on the numbers of rows that the ranks have exchanged.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..distributed.ring import Packing, RingPass
+from ..distributed.ring import ring_pass
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
@@ -20,6 +21,9 @@ from .guards import Norms
 from .handshake import RankInfo
 from .options import LossInputs, compute_dtype
 
+ALIGNMENT = 64  # bytes, of a tensor in a message
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: dtype and shape
 Members = dict[str, Any]  # of a Block, by name: tensors, and a State
 
 
@@ -122,25 +126,17 @@ class Layout:
             return
         packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
         sums = PackedColumns(self, (collected,) if collected else ())
-        ring_pass = RingPass(
-            self.ranks,
-            self.reach,
-            packed.pack(),
-            packed.sizes,
-            sums.sizes,
-            merge=sums.merge,
-            receive_sums=sums.receive,
-            overlap=self.overlap,
-            gather=self.gathers,
+        steps = ring_pass(
+            self.ranks, self.reach, packed.pack(), packed.sizes, sums.sizes, sums.add, self.overlap, self.gathers
         )
         halves = iter((islice(own, -(-len(rows) // 2)), own))
-        for step in ring_pass.steps():
+        for step in steps:
             if step is None:
                 yield from next(halves)
             else:
-                owner = step.owner
-                blocks = self._remote_blocks(owner, packed.unpack(owner, step.block), sums.unpack(owner, step.sums))
-                yield from cross(*self._shared_strips(owner, rows, blocks, width))
+                owner, block, added = step
+                remote = self._remote_blocks(owner, packed.unpack(owner, block), sums.unpack(owner, added))
+                yield from cross(*self._shared_strips(owner, rows, remote, width))
 
     def _own_tiles(self, rows: list[Block], columns: list[Block]) -> Iterator[list[Tile]]:
         yield from cross(rows, columns, self.spec.symmetric)
@@ -193,29 +189,27 @@ def _split_in_two(block: Block) -> tuple[Block, Block]:
 
 
 class PackedColumns:
-    """Some members of the columns, by name, as they travel: those of all blocks of a rank in one message."""
+    """Some members of the columns, by name, as they travel: those of all blocks of a rank in one message. Its size and
+    what is where in it follow from the handshake."""
 
     def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
         self.layout, self.names = layout, names
         self.state_names = layout.columns[0].state.names
-        self.packings = [Packing(self._contents(info)) for info in layout.infos]
-        self.sizes = [packing.nbytes for packing in self.packings]
+        self.contents = [[self._kinds(info, index) for index in layout.column_inputs] for info in layout.infos]
+        self.sizes = [sum(_size(*kind) for kinds in blocks for kind in kinds.values()) for blocks in self.contents]
 
-    def _contents(self, info: RankInfo) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of every member of every block of a rank; of length 0 where it has none."""
-        layout, contents = self.layout, []
-        for index in layout.column_inputs:
-            length = info.rows[index]
-            known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-                "features": (info.dtypes[index], (length, layout.width)),
-                "ids": (torch.int64, (length * info.ids[index],)),
-                "inverse_norm": (layout.dtype, (length * layout.normalized,)),
-                "state": (torch.float64, (len(self.state_names), length)),
-                "row_grad": (torch.float64, (length,)),
-                "grad": (layout.dtype, (length * info.needs[index], layout.width)),
-            }
-            contents += [known[name] for name in self.names]
-        return contents
+    def _kinds(self, info: RankInfo, index: int) -> dict[str, Kind]:
+        """Of those members that a rank's block of an input has."""
+        layout, length = self.layout, info.rows[index]
+        kinds: dict[str, Kind] = {
+            "features": (info.dtypes[index], (length, layout.width)),
+            "ids": (torch.int64, (length * info.ids[index],)),
+            "inverse_norm": (layout.dtype, (length * layout.normalized,)),
+            "state": (torch.float64, (len(self.state_names), length)),
+            "row_grad": (torch.float64, (length,)),
+            "grad": (layout.dtype, (length * info.needs[index], layout.width)),
+        }
+        return {name: kinds[name] for name in self.names if _size(*kinds[name])}
 
     def pack(self) -> Tensor:
         """Those of this rank, in memory that holds any rank's."""
@@ -228,27 +222,27 @@ class PackedColumns:
 
     def unpack(self, rank: int, memory: Tensor) -> list[Members]:
         """Those of every block of a rank, as views of `memory`."""
-        tensors = iter(self.packings[rank].unpack(memory))
-        blocks = [{name: next(tensors) for name in self.names} for _ in self.layout.column_inputs]
-        return [{name: self._member(name, x) for name, x in members.items() if x.numel()} for members in blocks]
+        start, blocks = 0, []
+        for kinds in self.contents[rank]:
+            members: Members = {}
+            for name, (dtype, shape) in kinds.items():
+                tensor = memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                members[name] = State(self.state_names, tensor) if name == "state" else tensor
+                start += _size(dtype, shape)
+            blocks.append(members)
+        return blocks
 
-    def _member(self, name: str, tensor: Tensor) -> Tensor | State:
-        return State(self.state_names, tensor) if name == "state" else tensor
-
-    def merge(self, rank: int, into: Tensor, other: Tensor) -> None:
-        """Add what one rank has added up for another to what this one has."""
-        for members, others in zip(self.unpack(rank, into), self.unpack(rank, other), strict=True):
-            _add(members, others)
-
-    def receive(self, memory: Tensor) -> None:
-        """Add what another rank has added up to the columns of this one."""
-        for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
-            _add(vars(block), members)
+    def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
+        """To what is in other memory or, for None, to the columns of this rank."""
+        sums = map(vars, self.layout.columns) if into is None else self.unpack(rank, into)
+        for members, others in zip(sums, self.unpack(rank, memory), strict=False):
+            for name, value in others.items():
+                if isinstance(value, State):
+                    members[name].merge({field: value[field] for field in value.names})
+                else:
+                    members[name].add_(value)
 
 
-def _add(into: Members, other: Members) -> None:
-    for name, value in other.items():
-        if isinstance(value, State):
-            into[name].merge({field: value[field] for field in value.names})
-        else:
-            into[name].add_(value)
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes that a tensor takes in a message."""
+    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -17,7 +17,6 @@ import torch
 from ...backends.eager import Eager
 from ...distributed.ranks import Ranks
 from ...losses.state import State
-from ...tiling import layout
 from ...tiling.layout import PackedColumns
 
 REST = "rest"
@@ -45,7 +44,7 @@ SEAMS = (
     Seam("merges", State, "reset"),
     Seam("merges", State, "merge"),
     Seam("merges", State, "fill_empty_rows"),
-    Seam("merges", layout, "_add"),  # of what two ranks have added up
+    Seam("merges", PackedColumns, "add"),  # of what two ranks have added up
     Seam("communication", PackedColumns, "pack"),
     Seam("communication", Ranks, "handshake"),
     Seam("communication", Ranks, "all_sum"),
