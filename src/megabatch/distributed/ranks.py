@@ -28,7 +28,6 @@ Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
 
 _handshakes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # so far
-_connected: WeakKeyDictionary[dist.ProcessGroup, set[torch.device]] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -151,18 +150,9 @@ class Ranks:
 
     # ---- from one to another
 
-    def connect(self) -> None:
-        """Before the first transfer: torch wants all ranks of a group in the first message on an accelerator."""
-        assert self.group is not None
-        connected = _connected.setdefault(self.group, set())
-        if self.device is not None and self.device.type != "cpu" and self.device not in connected:
-            connected.add(self.device)
-            with self._named_errors("for the other ranks"):
-                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-
     def transfer(self, to: int, sent: Tensor, source: int, received: Tensor, tag: int) -> Transfer:
         """Start to send to one rank and to receive from another, under one tag per kind of message. Nothing of size 0
-        is sent."""
+        is sent. In the first one of a group torch wants all its ranks."""
         messages = [("to receive", to, dist.isend, sent), ("to send", source, dist.irecv, received)]
         messages = [message for message in messages if message[-1].numel()]
         waits = [f"for rank {peer} {verb} a block" for verb, peer, _, _ in messages]

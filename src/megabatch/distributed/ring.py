@@ -14,9 +14,9 @@ def ring_pass(
     ranks: Ranks,
     reach: int,
     own: Tensor,
-    sizes: list[int],
-    sum_sizes: list[int],
+    sum_size: int,
     add: Callable[[int, Tensor, Tensor | None], None],
+    *,
     overlap: bool = True,
     gather: bool = False,
 ) -> Iterator[tuple[int, Tensor, Tensor] | None]:
@@ -29,33 +29,26 @@ def ring_pass(
     Args:
         reach: How many other ranks' blocks come by: at step t that of rank - t. All, or half of them where every pair
             of ranks need meet on one side only.
-        own: This rank's packed block, at the beginning of memory that holds any rank's.
-        sizes: Bytes of every rank's block.
-        sum_sizes: Bytes of what is added up for every rank; 0 where nothing is.
+        own: This rank's packed block: bytes, as many on all ranks.
+        sum_size: Bytes of what is added up for a rank; 0 where nothing is.
         add: (owner, sums, into): add what another rank has added up for the owner to what is in memory here or, for
             None, to the owner's own.
         overlap: Blocks are sent while others are computed on. Otherwise every transfer is waited for.
         gather: Every block comes straight from its owner, all at once, and sums go straight home.
     """
 
-    def owner_at(step: int) -> int:
-        return (ranks.rank - step) % ranks.size
-
-    def block_at(step: int) -> Tensor:
-        return blocks[step % len(blocks)][: sizes[owner_at(step)]]
-
     def start(hops: int, sent: Tensor, received: Tensor, tag: int) -> Transfer:
         """Send that many places ahead, and receive from as many behind."""
-        transfer = ranks.transfer(owner_at(-hops), sent, owner_at(hops), received, tag)
+        to, source = (ranks.rank + hops) % ranks.size, (ranks.rank - hops) % ranks.size
+        transfer = ranks.transfer(to, sent, source, received, tag)
         if not overlap:
             ranks.wait(transfer)
         return transfer
 
-    ranks.connect()
     ahead = reach if gather else 1
     blocks = [own, *(torch.empty_like(own) for _ in range(ahead))]
-    sums = [own.new_empty(max(sum_sizes)) for _ in range(min(ahead + 1, reach))]
-    partials = [own.new_empty(max(sum_sizes)) for _ in range(ahead)]
+    sums = [own.new_empty(sum_size) for _ in range(min(ahead + 1, reach))]
+    partials = [own.new_empty(sum_size) for _ in range(ahead)]
     receiving: list[Transfer] = []
     adding: list[tuple[Transfer, Tensor]] = []
     started = 0
@@ -66,21 +59,18 @@ def ring_pass(
         while started < min(step + ahead, reach):
             started += 1
             hops = started if gather else 1
-            receiving.append(start(hops, block_at(started - hops), block_at(started), BLOCKS))
+            sent, received = blocks[(started - hops) % len(blocks)], blocks[started % len(blocks)]
+            receiving.append(start(hops, sent, received, BLOCKS))
         if step == 0:
             yield None
             continue
-        owner = owner_at(step)
-        mine = sums[step % len(sums)][: sum_sizes[owner]]
-        yield owner, block_at(step), mine
+        owner, mine, partial = (ranks.rank - step) % ranks.size, sums[step % len(sums)], partials[step % ahead]
+        yield owner, blocks[step % len(blocks)], mine
         if adding and not gather:
-            transfer, partial = adding.pop()
-            ranks.wait(transfer)
+            ranks.wait(adding.pop()[0])
             add(owner, partial, mine)
-        # On to the next rank, or straight home.
-        hops, addressee = (-step, 0) if gather or step == reach else (1, step + 1)
-        partial = partials[step % ahead][: sum_sizes[owner_at(addressee)]]
-        adding.append((start(hops, mine, partial, SUMS), partial))
+        goes_home = gather or step == reach
+        adding.append((start(-step if goes_home else 1, mine, partial, SUMS), partial))
     yield None
     for transfer, partial in adding:
         ranks.wait(transfer)

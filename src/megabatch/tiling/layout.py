@@ -126,11 +126,10 @@ class Layout:
             return
         packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
         sums = PackedColumns(self, (collected,) if collected else ())
-        steps = ring_pass(
-            self.ranks, self.reach, packed.pack(), packed.sizes, sums.sizes, sums.add, self.overlap, self.gathers
-        )
         halves = iter((islice(own, -(-len(rows) // 2)), own))
-        for step in steps:
+        for step in ring_pass(
+            self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap, gather=self.gathers
+        ):
             if step is None:
                 yield from next(halves)
             else:
@@ -189,19 +188,22 @@ def _split_in_two(block: Block) -> tuple[Block, Block]:
 
 
 class PackedColumns:
-    """Some members of the columns, by name, as they travel: those of all blocks of a rank in one message. Its size and
-    what is where in it follow from the handshake."""
+    """Some members of a rank's columns, by name, as they travel: in one message, of one size on all ranks. The
+    handshake says how many rows of it are used, and by which members."""
 
     def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
         self.layout, self.names = layout, names
         self.state_names = layout.columns[0].state.names
-        self.contents = [[self._kinds(info, index) for index in layout.column_inputs] for info in layout.infos]
-        self.sizes = [sum(_size(*kind) for kinds in blocks for kind in kinds.values()) for blocks in self.contents]
+        self.kinds = [
+            [kind for index in layout.column_inputs for kind in self._kinds(info, index)] for info in layout.infos
+        ]
+        sizes = [max(prod(shape) * dtype.itemsize for dtype, shape in kinds) for kinds in zip(*self.kinds, strict=True)]
+        *self.starts, self.size = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
 
-    def _kinds(self, info: RankInfo, index: int) -> dict[str, Kind]:
-        """Of those members that a rank's block of an input has."""
+    def _kinds(self, info: RankInfo, index: int) -> list[Kind]:
+        """Of the members of a rank's block of an input; of length 0 where it has none."""
         layout, length = self.layout, info.rows[index]
-        kinds: dict[str, Kind] = {
+        known: dict[str, Kind] = {
             "features": (info.dtypes[index], (length, layout.width)),
             "ids": (torch.int64, (length * info.ids[index],)),
             "inverse_norm": (layout.dtype, (length * layout.normalized,)),
@@ -209,11 +211,11 @@ class PackedColumns:
             "row_grad": (torch.float64, (length,)),
             "grad": (layout.dtype, (length * info.needs[index], layout.width)),
         }
-        return {name: kinds[name] for name in self.names if _size(*kinds[name])}
+        return [known[name] for name in self.names]
 
     def pack(self) -> Tensor:
-        """Those of this rank, in memory that holds any rank's."""
-        memory = torch.empty(max(self.sizes), dtype=torch.uint8, device=self.layout.device)
+        """Those of this rank."""
+        memory = torch.empty(self.size, dtype=torch.uint8, device=self.layout.device)
         for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
             for name, inside in members.items():
                 value = getattr(block, name)
@@ -222,15 +224,13 @@ class PackedColumns:
 
     def unpack(self, rank: int, memory: Tensor) -> list[Members]:
         """Those of every block of a rank, as views of `memory`."""
-        start, blocks = 0, []
-        for kinds in self.contents[rank]:
-            members: Members = {}
-            for name, (dtype, shape) in kinds.items():
-                tensor = memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                members[name] = State(self.state_names, tensor) if name == "state" else tensor
-                start += _size(dtype, shape)
-            blocks.append(members)
-        return blocks
+        kinds = zip(self.starts, self.kinds[rank], strict=True)
+        views = (memory[start:].view(dtype)[: prod(shape)].view(shape) for start, (dtype, shape) in kinds)
+        blocks = [{name: next(views) for name in self.names} for _ in self.layout.column_inputs]
+        return [{name: self._member(name, x) for name, x in members.items() if x.numel()} for members in blocks]
+
+    def _member(self, name: str, tensor: Tensor) -> Tensor | State:
+        return State(self.state_names, tensor) if name == "state" else tensor
 
     def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
         """To what is in other memory or, for None, to the columns of this rank."""
@@ -241,8 +241,3 @@ class PackedColumns:
                     members[name].merge({field: value[field] for field in value.names})
                 else:
                     members[name].add_(value)
-
-
-def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor takes in a message."""
-    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -48,7 +48,6 @@ SEAMS = (
     Seam("communication", PackedColumns, "pack"),
     Seam("communication", Ranks, "handshake"),
     Seam("communication", Ranks, "all_sum"),
-    Seam("communication", Ranks, "connect"),
     Seam("communication", Ranks, "transfer"),
     Seam("communication", Ranks, "wait"),
 )
