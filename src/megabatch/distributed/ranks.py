@@ -5,8 +5,8 @@ Every error says which function waited for which rank, at which step, and what t
 
 import hashlib
 import json
-import operator
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from torch import Tensor
 NUMBERS = 32  # that a rank can bring to a handshake. One size for all: ranks may make different calls by mistake
 ERRORS = (ValueError, TypeError, UserWarning)
 REFUSED = -1  # in place of a hash
+TOLERANCE = 1e-5  # relative
 
 Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
@@ -88,7 +89,7 @@ class Ranks:
         kinds = [index for index, kind in enumerate(ERRORS) if isinstance(error, kind)]
         refusal = None if error is None else [kinds[0] if kinds else 0, str(error)]
         calls, refusals, sites, sames = zip(*self.all_gather_json([call, refusal, call_site, same]), strict=True)
-        if difference := first_difference(calls):
+        if difference := _first_difference(calls):
             raise RuntimeError(
                 f"megabatch: the ranks of a group must call the same functions in the same order, got {difference}."
             )
@@ -97,17 +98,19 @@ class Ranks:
                 all_alike = all(other == found for other in refusals)
                 where = "" if all_alike else f" (On rank {rank} of the group's {self.size}.)"
                 raise ERRORS[found[0]](found[1] + where) from error
-        if all(sites) and (difference := first_difference(sites)):
+        if all(sites) and (difference := _first_difference(sites)):
             raise RuntimeError(
                 f"{self.function}: all ranks of a group must make this call from the same line, got {difference}. Two "
                 "calls may be in another order on one rank. If ranks take different branches, compute the features in "
                 "them and call the loss once after them."
             )
         for name in same:
-            if difference := first_difference([rank[name] for rank in sames]):
-                raise ValueError(
-                    f"{self.function}: {name} must be the same on every rank of the group, got {difference}."
-                )
+            self.check_same(name, [rank[name] for rank in sames])
+
+    def check_same(self, name: str, values: Sequence[Any], advice: str = "") -> None:
+        if difference := _first_difference(values):
+            text = f"{self.function}: {name} must be the same on every rank of the group, got {difference}. {advice}"
+            raise ValueError(text.rstrip())
 
     def all_gather_json(self, mine: Any) -> list[Any]:
         """Every rank's. Only after a handshake, which makes sure that all ranks are here."""
@@ -202,10 +205,18 @@ class refuse_together:
             Ranks(self.function, self.group_name).handshake({}, error=error)
 
 
-def first_difference(values: Sequence[Any], alike: Callable[[Any, Any], bool] = operator.eq) -> str:
+def _first_difference(values: Sequence[Any]) -> str:
     """Which rank's value differs from rank 0's, in words; "" where all are alike."""
-    others = (rank for rank, value in enumerate(values) if not alike(value, values[0]))
+    others = (rank for rank, value in enumerate(values) if not _alike(value, values[0]))
     return next((f"{values[0]!r} on rank 0 and {values[other]!r} on rank {other}" for other in others), "")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Ranks may round differently: the exponential of a logarithm, for one."""
+    if not (isinstance(one, float) and isinstance(other, float)):
+        return bool(one == other)
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-12)
 
 
 def _hash(text: str) -> int:

@@ -13,11 +13,10 @@ from torch import Tensor
 from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
-from ..distributed.ranks import Facts, Ranks, first_difference
+from ..distributed.ranks import Facts, Ranks
 from .guards import MANY_ROWS, Norms, check_values, id_range, warn_of_bounds
 from .options import LossInputs, LossOptions, Needs
 
-SCALE_TOLERANCE = 1e-5  # relative: ranks may round the exponential of a logarithm differently
 WIDE = 2**16  # features
 SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of features
@@ -90,57 +89,44 @@ class Handshake:
         cls, inputs: LossInputs, options: LossOptions, norms: Norms, error: Exception | None = None
     ) -> "Handshake":
         """`error` is what this rank has against the call."""
-        device = inputs.rows.device
+        device, dtype = inputs.rows.device, inputs.rows.dtype
         ranks = Ranks(options.function, options.group, "forward", device)
-        mine = _rank_info(inputs, options, norms)
+        infos = [_rank_info(inputs, options, norms)]
         backend: type[Backend] = Eager
         try:
-            backend = select(options.function, options.backend, device, inputs.rows.dtype)
+            backend = select(options.function, options.backend, device, dtype)
             ranks.check_device()
-            check_values(inputs, options, mine.scale, mine.bias)
+            check_values(inputs, options, infos[0].scale, infos[0].bias)
         except ValueError as refused:
             error = refused.with_traceback(None)  # which would hold this frame, and with it the group
-        if not options.group and error is not None:
-            raise error
-        shaken = cls(ranks, [mine], backend)
         if options.group:
             same = _same_on_all_ranks(inputs, options, backend)
-            numbers = ranks.handshake(same, mine.encode(), error, options.call_site)
-            shaken = cls(ranks, [RankInfo.decode(each) for each in numbers], backend)
-            _check_together(options, shaken)
-        if not 0 < shaken.weight_sum < math.inf:
-            raise ValueError(f"{options.function}: weight must have a positive, finite sum, got {shaken.weight_sum}.")
-        return shaken
+            everyones = ranks.handshake(same, infos[0].encode(), error, options.call_site)
+            infos = [RankInfo.decode(numbers) for numbers in everyones]
+        elif error is not None:
+            raise error
+        handshake = cls(ranks, infos, backend)
+        handshake._check_together(options.spec.symmetric)
+        return handshake
 
     @classmethod
     def of_backward(
-        cls,
-        inputs: LossInputs,
-        options: LossOptions,
-        infos: list[RankInfo],
-        upstream: Tensor,
-        forward_number: int,
+        cls, inputs: LossInputs, options: LossOptions, infos: list[RankInfo], upstream: Tensor, forward_number: int
     ) -> "Handshake":
-        """`infos` are those of the forward, which was the group's handshake of that number."""
+        """`infos` are those of the forward, whose handshake had that number in its group."""
         device, per_row = inputs.rows.device, options.reduction == "none"
         ranks = Ranks(options.function, options.group, "backward", device)
-        shaken = cls(ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
-        if not options.group and not per_row:
-            return shaken
-        mine = _largest_row_grad(inputs.weight, upstream) if per_row else upstream.double().item()
-        same = {
-            "the order of backwards": f"that of loss {forward_number}",
-            "the precision of float32 products": float32_precision(device),
-        }
-        multipliers = [number for (number,) in ranks.handshake(same, [mine])]
-        if per_row:
-            shaken.largest_row_grad = _largest(multipliers)
-        elif difference := first_difference(multipliers, _same_number):
-            raise ValueError(
-                f"{options.function}: what the loss is multiplied by must be the same on every rank of the group, got "
-                f"{difference}. Pass weight or reduction='none' to weigh rows."
-            )
-        return shaken
+        handshake = cls(ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
+        if options.group or per_row:
+            order = {"the order of backwards": f"that of loss {forward_number}"}
+            mine = _largest_row_grad(inputs.weight, upstream) if per_row else upstream.double().item()
+            upstreams = [number for (number,) in ranks.handshake(order | _precision(device), [mine])]
+            if per_row:
+                handshake.largest_row_grad = _largest(upstreams)
+            else:
+                advice = "Pass weight or reduction='none' to weigh rows."
+                ranks.check_same("what the loss is multiplied by", upstreams, advice)
+        return handshake
 
     def agree_on_plan(self, error: ValueError | None) -> None:
         """Raise what a rank has against its plan on all ranks, if any may have something."""
@@ -150,48 +136,44 @@ class Handshake:
         elif error is not None:
             raise error
 
-
-def _check_together(options: LossOptions, shaken: Handshake) -> None:
-    """What no rank can see alone. All see the same, so all raise the same."""
-    function, infos = options.function, shaken.infos
-    if not any(info.rows[0] or (options.spec.symmetric and info.rows[1]) for info in infos):
-        raise ValueError(
-            f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
-        )
-    if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):
-        raise ValueError(
-            f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
-            "query_ids alone on every rank of the group."
-        )
-    if len({info.ids[2] for info in infos if info.rows[2]}) > 1:
-        raise ValueError(
-            f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
-        )
-    for name in ("scale", "bias"):
-        if difference := first_difference([getattr(info, name) for info in infos], _close):
+    def _check_together(self, symmetric: bool) -> None:
+        """What no rank can see alone. All see the same, so all raise the same."""
+        function, infos = self.ranks.function, self.infos
+        if not any(info.rows[0] or (symmetric and info.rows[1]) for info in infos):
             raise ValueError(
-                f"{function}: logit_{name} must be the same on every rank of the group, got {difference}. "
-                "Broadcast it from one rank before training."
+                f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
             )
-    lows, highs = zip(*(info.id_range for info in infos), strict=True)
-    unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
-    if min(lows) <= max(highs) and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
-        warn_of_bounds(function, "ids", min(lows), max(highs))
-    disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
-    if any(shaken.needs) and disabled:
-        raise ValueError(
-            f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
-            "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
-        )
+        if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):
+            raise ValueError(
+                f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
+                "query_ids alone on every rank of the group."
+            )
+        if len({info.ids[2] for info in infos if info.rows[2]}) > 1:
+            raise ValueError(
+                f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
+            )
+        advice = "Broadcast it from one rank before training."
+        self.ranks.check_same("logit_scale", [info.scale for info in infos], advice)
+        self.ranks.check_same("logit_bias", [info.bias for info in infos], advice)
+        lows, highs = zip(*(info.id_range for info in infos), strict=True)
+        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
+        if min(lows) <= max(highs) and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
+            warn_of_bounds(function, "ids", min(lows), max(highs))
+        disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
+        if any(self.needs) and disabled:
+            raise ValueError(
+                f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
+                "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
+            )
+        if not 0 < self.weight_sum < math.inf:
+            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
 
 
 def _rank_info(inputs: LossInputs, options: LossOptions, norms: Norms) -> RankInfo:
     column_ids = inputs.row_ids if options.spec.symmetric else inputs.column_ids
-    count, weight = float(len(inputs.rows)), inputs.weight
-    if weight is None:
-        weights = count, min(count, 1.0)
-    else:
-        weights = (weight.double().sum().item(), weight.double().amax().item()) if len(weight) else (0.0, 0.0)
+    weights = float(len(inputs.rows)), float(len(inputs.rows) > 0)
+    if inputs.weight is not None and len(inputs.rows):
+        weights = inputs.weight.double().sum().item(), inputs.weight.double().amax().item()
     return RankInfo(
         rows=tuple([0 if x is None else len(x) for x in inputs.features]),
         dtypes=tuple([inputs.rows.dtype if x is None else x.dtype for x in inputs.features]),
@@ -233,10 +215,13 @@ def _same_on_all_ranks(inputs: LossInputs, options: LossOptions, backend: type[B
         "return_stats": options.return_stats,
         "grad_reduction": options.grad_reduction,
         "exchange": options.exchange,
-        # Another one rounds differently, or sums the scale's gradient elsewhere.
-        "the backend": backend.name,
-        "the precision of float32 products": float32_precision(inputs.rows.device),
+        "the backend": backend.name,  # another one rounds differently, or sums the scale's gradient elsewhere
+        **_precision(inputs.rows.device),
     }
+
+
+def _precision(device: torch.device) -> Facts:
+    return {"the precision of float32 products": float32_precision(device)}
 
 
 def feature_facts(features: Tensor) -> Facts:
@@ -246,12 +231,3 @@ def feature_facts(features: Tensor) -> Facts:
         "the dtype of features": str(features.dtype).removeprefix("torch."),
         "the kind of device": features.device.type,
     }
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=SCALE_TOLERANCE, abs_tol=1e-12)
-
-
-def _same_number(one: float, other: float) -> bool:
-    """NaN, too, is the same on all ranks."""
-    return one == other or (math.isnan(one) and math.isnan(other))
