@@ -86,8 +86,8 @@ class Ranks:
 
     def _compare(self, call: str, same: Facts, error: Exception | None, call_site: str) -> None:
         """Raise, on every rank, the first thing that is wrong."""
-        kinds = [index for index, kind in enumerate(ERRORS) if isinstance(error, kind)]
-        refusal = None if error is None else [kinds[0] if kinds else 0, str(error)]
+        kinds = [index for index, kind in enumerate(ERRORS) if isinstance(error, kind)] or [0]
+        refusal = None if error is None else [kinds[0], str(error)]
         calls, refusals, sites, sames = zip(*self.all_gather_json([call, refusal, call_site, same]), strict=True)
         if difference := _first_difference(calls):
             raise RuntimeError(
@@ -145,26 +145,28 @@ class Ranks:
         return [device for device, backend in entries if device == "cpu" or backend != "gloo"]  # gloo: the CPU alone
 
     def check_device(self) -> None:
-        if self.group is not None and self.device is not None and self.device.type not in self._device_types():
+        kinds = [] if self.group is None else self._device_types()
+        if kinds and self.device is not None and self.device.type not in kinds:
             raise ValueError(
                 f"{self.function}: features must be on a device that the group's backend sends from "
-                f"({' or '.join(self._device_types())}), got {self.device.type}. Pass a group for that device."
+                f"({' or '.join(kinds)}), got {self.device.type}. Pass a group for that device."
             )
 
     # ---- from one to another
 
     def transfer(self, to: int, sent: Tensor, source: int, received: Tensor, tag: int) -> Transfer:
-        """Start to send to one rank and to receive from another, under one tag per kind of message. Nothing of size 0
-        is sent. In the first one of a group torch wants all its ranks."""
-        messages = [("to receive", to, dist.isend, sent), ("to send", source, dist.irecv, received)]
-        messages = [message for message in messages if message[-1].numel()]
-        waits = [f"for rank {peer} {verb} a block" for verb, peer, _, _ in messages]
+        """Start to send to one rank and to receive as much from another, under one tag per kind of message. Torch wants
+        all ranks of a group in its first transfer."""
+        if not sent.numel():
+            return []
+        waits = [f"for rank {to} to receive a block", f"for rank {source} to send a block"]
         operations = [
-            dist.P2POp(begin, tensor, group=self.group, tag=tag, group_peer=peer) for _, peer, begin, tensor in messages
+            dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
+            dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
         ]
         with self._named_errors(" or ".join(waits)):
-            works = dist.batch_isend_irecv(operations) if operations else []
-        if len(works) < len(waits):  # one for both, on some backends
+            works = dist.batch_isend_irecv(operations)
+        if len(works) == 1:  # for both, on some backends
             waits = [" or ".join(waits)]
         return list(zip(waits, works, strict=True))
 
@@ -212,11 +214,10 @@ def _first_difference(values: Sequence[Any]) -> str:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Ranks may round differently: the exponential of a logarithm, for one."""
-    if not (isinstance(one, float) and isinstance(other, float)):
-        return bool(one == other)
-    both_nan = math.isnan(one) and math.isnan(other)
-    return both_nan or math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-12)
+    """NaN is like NaN. Ranks may round differently: the exponential of a logarithm, for one."""
+    floats = isinstance(one, float) and isinstance(other, float)
+    close = floats and math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-12)
+    return close or one == other or repr(one) == repr(other)
 
 
 def _hash(text: str) -> int:
