@@ -120,7 +120,7 @@ def _with_another_precision(odd: bool, group: Any) -> None:
         call("clip_loss", group)
 
 
-def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> list[Tensor]:
+def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_ranks.Ranks, "_device_types", lambda ranks: ["cpu"])
         return gather(ranks, mine)

@@ -78,7 +78,7 @@ class Ranks:
         call = f"{self.function}, {self.where}"
         digest = REFUSED if error is not None else _hash(json.dumps([call, call_site, same]))
         mine = torch.tensor([digest, *own, *[0.0] * (NUMBERS - len(own))], dtype=torch.float64)
-        everyones = torch.stack(self._all_gather(mine)).tolist()
+        everyones = self._all_gather(mine).tolist()
         digests = {each[0] for each in everyones}
         if REFUSED in digests or len(digests) > 1:
             self._compare(call, same, error, call_site)
@@ -117,27 +117,27 @@ class Ranks:
         if self.group is None:
             return [mine]
         text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self._all_gather(torch.tensor([len(text)]))]
-        texts = self._all_gather(torch.nn.functional.pad(text, (0, max(lengths) - len(text))))
-        return [json.loads(bytes(text[:length].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        lengths = self._all_gather(torch.tensor([len(text)])).flatten().tolist()
+        texts = self._all_gather(torch.nn.functional.pad(text, (0, max(lengths) - len(text)))).tolist()
+        return [json.loads(bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
     def all_sum(self, partial: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
         if self.group is None:
             return partial
         self.where = f"the sum after {self.where}"
-        return torch.stack(self._all_gather(partial)).sum(0)
+        return self._all_gather(partial).sum(0)
 
-    def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's: through the CPU, if the group has a backend for it, else through this rank's accelerator."""
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        """Every rank's vector: through the CPU, if the group has a backend for it, else through the accelerator."""
         assert self.group is not None
         kinds = self._device_types()
         places = (torch.device("cpu"), self.device, self.group.bound_device_id, torch.device(kinds[0]))
         there = mine.contiguous().to(next(place for place in places if place is not None and place.type in kinds))
-        gathered = [torch.empty_like(there) for _ in range(self.size)]
+        gathered = there.new_empty(self.size, len(mine))
         with self._named_errors("for the other ranks"):
-            dist.all_gather(gathered, there, group=self.group)
-        return [each.to(mine.device) for each in gathered]
+            dist.all_gather(list(gathered), there, group=self.group)
+        return gathered.to(mine.device)
 
     def _device_types(self) -> list[str]:
         """That this group sends from."""

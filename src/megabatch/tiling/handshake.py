@@ -19,6 +19,7 @@ from .options import LossInputs, LossOptions, Needs
 
 WIDE = 2**16  # features
 SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
+PRECISION = "the precision of float32 products"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of features
 
 
@@ -89,12 +90,12 @@ class Handshake:
         cls, inputs: LossInputs, options: LossOptions, norms: Norms, error: Exception | None = None
     ) -> "Handshake":
         """`error` is what this rank has against the call."""
-        device, dtype = inputs.rows.device, inputs.rows.dtype
+        device = inputs.rows.device
         ranks = Ranks(options.function, options.group, "forward", device)
         infos = [_rank_info(inputs, options, norms)]
         backend: type[Backend] = Eager
         try:
-            backend = select(options.function, options.backend, device, dtype)
+            backend = select(options.function, options.backend, device, inputs.rows.dtype)
             ranks.check_device()
             check_values(inputs, options, infos[0].scale, infos[0].bias)
         except ValueError as refused:
@@ -118,9 +119,9 @@ class Handshake:
         ranks = Ranks(options.function, options.group, "backward", device)
         handshake = cls(ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
         if options.group or per_row:
-            order = {"the order of backwards": f"that of loss {forward_number}"}
+            same = {"the order of backwards": f"that of loss {forward_number}", PRECISION: float32_precision(device)}
             mine = _largest_row_grad(inputs.weight, upstream) if per_row else upstream.double().item()
-            upstreams = [number for (number,) in ranks.handshake(order | _precision(device), [mine])]
+            upstreams = [number for (number,) in ranks.handshake(same, [mine])]
             if per_row:
                 handshake.largest_row_grad = _largest(upstreams)
             else:
@@ -216,12 +217,8 @@ def _same_on_all_ranks(inputs: LossInputs, options: LossOptions, backend: type[B
         "grad_reduction": options.grad_reduction,
         "exchange": options.exchange,
         "the backend": backend.name,  # another one rounds differently, or sums the scale's gradient elsewhere
-        **_precision(inputs.rows.device),
+        PRECISION: float32_precision(inputs.rows.device),
     }
-
-
-def _precision(device: torch.device) -> Facts:
-    return {"the precision of float32 products": float32_precision(device)}
 
 
 def feature_facts(features: Tensor) -> Facts:

@@ -67,24 +67,19 @@ class Layout:
 
     def _own_blocks(self, inputs: LossInputs, norms: Norms) -> list[Block]:
         """In the order of the inputs. The positive of a row is that of the same number in the other input, if any."""
-        rank, blocks = self.ranks.rank, []
+        blocks = []
         ids = (inputs.row_ids, inputs.row_ids if self.spec.symmetric else inputs.column_ids, inputs.negative_ids)
-        for index, features in enumerate(inputs.features):
-            if features is None:
-                continue
-            own_ids = ids[index]
-            block = Block(
-                features,
-                self._offsets[index][rank],
-                None if own_ids is None else own_ids.long().contiguous(),
-                inverse_norm=norms.inverse[index],
-                max_norm=norms.largest[index],
-            )
-            if index in self.row_inputs and self.spec.has_targets:
-                block.target_offset = self._offsets[1 - index][rank]
-            blocks.append(block)
+        for index, (features, own_ids) in enumerate(zip(inputs.features, ids, strict=True)):
+            if features is not None:
+                block = Block(features, self._offsets[index][self.ranks.rank])
+                block.ids = None if own_ids is None else own_ids.long().contiguous()
+                block.inverse_norm, block.max_norm = norms.inverse[index], norms.largest[index]
+                if index in self.row_inputs and self.spec.has_targets:
+                    block.target_offset = self._offsets[1 - index][self.ranks.rank]
+                blocks.append(block)
         if inputs.positives is not None:
-            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + self._offsets[1][rank], None
+            first = self._offsets[1][self.ranks.rank]
+            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + first, None
         return blocks
 
     # ---- who holds what
@@ -126,12 +121,12 @@ class Layout:
             return
         packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
         sums = PackedColumns(self, (collected,) if collected else ())
-        halves = iter((islice(own, -(-len(rows) // 2)), own))
+        parts = iter((islice(own, -(-len(rows) // 2)), own))
         for step in ring_pass(
             self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap, gather=self.gathers
         ):
             if step is None:
-                yield from next(halves)
+                yield from next(parts)
             else:
                 owner, block, added = step
                 remote = self._remote_blocks(owner, packed.unpack(owner, block), sums.unpack(owner, added))
