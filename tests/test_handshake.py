@@ -114,3 +114,25 @@ def nan_upstream(rank: int, group: Any) -> bool:
 
 def test_losses_that_are_multiplied_by_nan_are_multiplied_alike(pool: Pool) -> None:
     assert pool.run(2, nan_upstream) == [True] * 2
+
+
+class Sent(Exception):
+    """The device that a message leaves from."""
+
+
+def sending_device(rank: int, group: Any, device: str) -> str:
+    def to(tensor: torch.Tensor, place: torch.device) -> None:
+        raise Sent(str(place))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        patch.setattr(Ranks, "_device_types", lambda ranks: ["cuda"])
+        with pytest.raises(Sent) as caught:
+            Ranks("function", group.group_name, device=torch.device(device)).handshake({})
+    return str(caught.value)
+
+
+def test_a_group_without_the_cpu_sends_from_the_device_of_its_blocks(pool: Pool) -> None:
+    """Never from another one of that kind. Features elsewhere are refused, and for that, too, ranks must meet."""
+    assert pool.run(1, sending_device, "cuda:1") == ["cuda:1"]
+    assert pool.run(1, sending_device, "cpu") == ["cuda"]

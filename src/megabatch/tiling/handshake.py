@@ -212,10 +212,7 @@ def _same_on_all_ranks(inputs: LossInputs, options: LossOptions, backend: type[B
         "same_ids": options.spec.id_rule,
         "label_smoothing": options.spec.label_smoothing,
         "normalize": bool(options.normalize),
-        "reduction": options.reduction,
-        "return_stats": options.return_stats,
-        "grad_reduction": options.grad_reduction,
-        "exchange": options.exchange,
+        **{name: getattr(options, name) for name in ("reduction", "return_stats", "grad_reduction", "exchange")},
         "the backend": backend.name,  # another one rounds differently, or sums the scale's gradient elsewhere
         PRECISION: float32_precision(inputs.rows.device),
     }
