@@ -22,7 +22,7 @@ def layouts(spec: Spec, num_ranks: int, negatives: bool) -> list[Layout]:
     """Of every rank, as if they had exchanged what they hold."""
     norms = Norms((None,) * 3, (1.0,) * 3)
     infos = [
-        RankInfo((rows, rows, extra if negatives else 0), ("float32",) * 3, (False,) * 3, (1.0,) * 3)
+        RankInfo((rows, rows, extra if negatives else 0), (torch.float32,) * 3, (False,) * 3, (1.0,) * 3)
         for rows, extra in zip(ROWS[:num_ranks], NEGATIVES, strict=False)
     ]
     found = []

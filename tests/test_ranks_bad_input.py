@@ -110,7 +110,7 @@ def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
         patch.setattr(
             distributed_ranks.Ranks, "_all_gather", partialmethod(_gather_anyway, distributed_ranks.Ranks._all_gather)
         )
-        patch.setattr(distributed_ranks.Ranks, "_devices", lambda ranks: ["mtia"])
+        patch.setattr(distributed_ranks.Ranks, "_device_types", lambda ranks: ["mtia"])
         call("clip_loss", group)
 
 
@@ -120,9 +120,9 @@ def _with_another_precision(odd: bool, group: Any) -> None:
         call("clip_loss", group)
 
 
-def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> list[Tensor]:
+def _gather_anyway(ranks: Any, gather: Any, mine: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed_ranks.Ranks, "_devices", lambda ranks: ["cpu"])
+        patch.setattr(distributed_ranks.Ranks, "_device_types", lambda ranks: ["cpu"])
         return gather(ranks, mine)
 
 

@@ -1,7 +1,6 @@
 """Ranks and nearest keys over the same tiles as the losses: the matrix of scores is never held."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import chain
 
 import torch
@@ -12,12 +11,12 @@ from . import checks
 from .backends import workspace
 from .backends.backend import Backend, float32_precision, shaped
 from .backends.select import select
-from .distributed.ranks import Ranks, feature_facts, refuse_together
+from .distributed.ranks import Ranks, refuse_together
 from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
 from .tiling.guards import Norms, check_indices, inverse_norms, row_norms
-from .tiling.handshake import RankInfo
+from .tiling.handshake import RankInfo, feature_facts
 from .tiling.layout import Layout
 from .tiling.options import LossInputs, compute_dtype
 
@@ -165,12 +164,12 @@ class _Search:
         same = feature_facts(self.key) | {"normalize": self.normalize, "exchange": exchange, "k": k, "exclude": exclude}
         mine = RankInfo(
             rows=(0, len(self.key), 0),  # queries stay at home: theirs are counted from 0
-            dtypes=("", str(self.key.dtype).removeprefix("torch."), ""),
+            dtypes=(self.key.dtype,) * 3,
             ids=(inputs.row_ids is not None, has_ids, False),
             max_norms=(0.0, self.max_key_norm, 0.0),
             budget=self.budget,
         )
-        infos = [RankInfo.from_facts(own) for own in self.ranks.handshake(same, asdict(mine))]
+        infos = [RankInfo.decode(own) for own in self.ranks.handshake(same, mine.encode())]
         self.num_keys = sum(info.rows[1] for info in infos)
         if self.num_keys == 0:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
@@ -187,9 +186,12 @@ class _Search:
             overlap=self.options["overlap"],
             gathers=fits if exchange == "auto" else exchange == "gather",
         )
-        with refuse_together(self.name, self.ranks.name):
+        error = None
+        try:
             self.sides = self._sides(max(info.rows[1] for info in infos))
-        self.ranks.handshake({}, {})
+        except ValueError as refused:
+            error = refused.with_traceback(None)  # which would hold this frame, and with it the group
+        self.ranks.handshake({}, error=error)
         self.ones = torch.ones(self.sides[1], dtype=self.dtype, device=self.key.device)
 
     def _sides(self, most_keys: int) -> tuple[int, int]:

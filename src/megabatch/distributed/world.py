@@ -1,6 +1,5 @@
 """The processes that work together: this one, or the ranks that torchrun started."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +19,14 @@ class World:
     """This process, rank `rank` of `size`, and the device it computes on.
 
     Attributes:
-        meeting: A group of the same ranks, apart from the one that the work goes through, to talk about it.
+        control_group: The same ranks, apart from the group that the work goes through, to talk about it.
         in_step: A call on the group ended the same way on all ranks, so another may follow.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
-    meeting: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
     in_step: bool = True
 
     @property
@@ -39,17 +38,11 @@ class World:
         return dist.get_backend() if self.size > 1 else "none"
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank brings, of what JSON can carry."""
-        if self.size == 1:
-            return [mine]
-        text = json.dumps(mine).encode()
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.meeting)
-        longest = max(int(length) for length in lengths)
-        pages = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        dist.all_gather(pages, padded, group=self.meeting)
-        return [json.loads(bytes(page.tolist())) for page in pages]
+        """What every rank brings."""
+        everyones = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyones, mine, group=self.control_group)
+        return everyones
 
     def wait(self) -> None:
         """For everyone."""
@@ -71,8 +64,8 @@ def joined(device: str) -> Iterator[World]:
     if not (dist.is_available() and dist.is_initialized()):
         yield World(place)
         return
-    meeting = dist.new_group(backend="gloo", timeout=LONGER)
+    control_group = dist.new_group(backend="gloo", timeout=LONGER)
     try:
-        yield World(place, dist.get_rank(), dist.get_world_size(), meeting)
+        yield World(place, dist.get_rank(), dist.get_world_size(), control_group)
     finally:
-        dist.destroy_process_group(None if starting else meeting)
+        dist.destroy_process_group(None if starting else control_group)

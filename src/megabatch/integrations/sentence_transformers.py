@@ -179,14 +179,13 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
             "partition_mode": self.partition_mode,
             "mask_duplicates": self.mask_duplicates,
         }
-        own = {"hard negatives": len(embeddings) > 2}
         ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
         try:
-            everyones = ranks.handshake(settings, own, error)
+            with_negatives = ranks.handshake(settings, [len(embeddings) > 2], error)
         finally:
             # Its traceback holds this frame: together they would keep the group, and its threads, past its end.
             error = None
-        if any(rank["hard negatives"] for rank in everyones) and len(embeddings) == 2:
+        if any(any(rank) for rank in with_negatives) and len(embeddings) == 2:
             return [*embeddings, embeddings[0][:0]]
         return embeddings
 

@@ -82,7 +82,7 @@ class Call:
         if self.options.exchange != "auto" or self.ranks.size == 1:
             return self.options.exchange == "gather"
         infos = self.handshake.infos
-        features: int = max(getattr(torch, name).itemsize for info in infos for name in info.dtypes if name)
+        features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
         return self.layout.num_columns * self.layout.width * (features + gradients) <= budget

@@ -21,7 +21,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         norms = measure_norms(inputs, options)
     except Warning as raised:  # which the user turned into an error: on all ranks, then
         error = raised.with_traceback(None)
-    handshake = Handshake(inputs, options, norms, error)
+    handshake = Handshake.of_forward(inputs, options, norms, error)
     call = Call(inputs, options, norms, handshake)
     plan, spec, layout = call.plan, call.spec, call.layout
     # What other ranks add up for this rank's columns: their state, where columns have one.
@@ -43,9 +43,8 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
         if not spec.has_targets:
             state.fill_empty_rows()
-    # A group must not live as long as the loss.
-    alone = None if options.group else handshake
-    numbers = SavedNumbers(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), alone)
+    # Not the handshake itself: a group must not live as long as the loss.
+    numbers = SavedNumbers(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), handshake.infos)
     return value, stats, SavedTensors(state.table, kept, scalars), numbers
 
 
@@ -83,9 +82,7 @@ def backward(
     norms = Norms()
     if options.normalize:
         norms = Norms(tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features))
-    handshake = numbers.handshake
-    if handshake is None or options.group or options.reduction == "none":
-        handshake = Handshake(inputs, options, norms, None, upstream, numbers.forward_number)
+    handshake = Handshake.of_backward(inputs, options, numbers.infos, upstream, numbers.forward_number)
     call = Call(inputs, options, norms, handshake, numbers.plan, numbers.shift)
     layout, spec = call.layout, call.spec
     call.attach_state(saved.state)

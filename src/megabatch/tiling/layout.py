@@ -6,13 +6,14 @@ begins is arithmetic on the numbers of rows that the ranks have exchanged.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
-from ..distributed.ring import Packing, RingPass
+from ..distributed.ring import ring_pass
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
@@ -20,6 +21,9 @@ from .guards import Norms
 from .handshake import RankInfo
 from .options import LossInputs, compute_dtype
 
+ALIGNMENT = 64  # bytes, of a tensor in a message
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: dtype and shape
 Members = dict[str, Any]  # of a Block, by name: tensors, and a State
 
 
@@ -48,47 +52,36 @@ class Layout:
         self.shift = 0.0  # of the states of remote columns
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
         self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
-        self._row_offsets, self._column_offsets = self._offsets(self.row_inputs), self._offsets(self.column_inputs)
+        self._offsets = self._starts(self.row_inputs) | self._starts(self.column_inputs)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
         self.normalized = norms.inverse[0] is not None
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
-        self.rows, self.columns = self._own_blocks(inputs, norms)
+        own = self._own_blocks(inputs, norms)
+        self.rows, self.columns = (own, own) if spec.symmetric else (own[:1], own[1:])
 
-    def _offsets(self, which: tuple[int, ...]) -> dict[int, list[int]]:
+    def _starts(self, which: tuple[int, ...]) -> dict[int, list[int]]:
         """By input: where every rank's rows begin."""
         offsets, start = {}, 0
         for index in which:
             *offsets[index], start = accumulate((info.rows[index] for info in self.infos), initial=start)
         return offsets
 
-    def _own_blocks(self, inputs: LossInputs, norms: Norms) -> tuple[list[Block], list[Block]]:
+    def _own_blocks(self, inputs: LossInputs, norms: Norms) -> list[Block]:
+        """In the order of the inputs. The positive of a row is that of the same number in the other input, if any."""
+        blocks = []
         ids = (inputs.row_ids, inputs.row_ids if self.spec.symmetric else inputs.column_ids, inputs.negative_ids)
-
-        def block(index: int, offsets: dict[int, list[int]], **targets: Any) -> Block:
-            features, own_ids = inputs.features[index], ids[index]
-            assert features is not None
-            return Block(
-                features,
-                offsets[index][self.ranks.rank],
-                None if own_ids is None else own_ids.long().contiguous(),
-                inverse_norm=norms.inverse[index],
-                max_norm=norms.largest[index],
-                **targets,
-            )
-
-        rows, columns = self._row_offsets, self._column_offsets
-        first = columns[self.column_inputs[0]][self.ranks.rank]
-        if self.spec.symmetric and inputs.columns is None:
-            own = [block(0, rows)]
-            return own, own
-        if self.spec.symmetric:
-            own = [block(0, rows, target_offset=rows[1][self.ranks.rank]), block(1, rows, target_offset=first)]
-            return own, own
-        targets: Members = {"target_offset": first}
+        for index, (features, own_ids) in enumerate(zip(inputs.features, ids, strict=True)):
+            if features is not None:
+                block = Block(features, self._offsets[index][self.ranks.rank])
+                block.ids = None if own_ids is None else own_ids.long().contiguous()
+                block.inverse_norm, block.max_norm = norms.inverse[index], norms.largest[index]
+                if index in self.row_inputs and self.spec.has_targets:
+                    block.target_offset = self._offsets[1 - index][self.ranks.rank]
+                blocks.append(block)
         if inputs.positives is not None:
-            targets = {"targets": inputs.positives.long() + first}
-        others = [block(index, columns) for index in self.column_inputs if inputs.features[index] is not None]
-        return [block(0, rows, **targets)], others
+            first = self._offsets[1][self.ranks.rank]
+            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + first, None
+        return blocks
 
     # ---- who holds what
 
@@ -127,18 +120,34 @@ class Layout:
         if self.ranks.size == 1:
             yield from own
             return
-        remote = _RemoteColumns(self, ("features", "ids", "inverse_norm", *brought), collected)
-        for step in remote.ring_pass().steps():
-            if step.block is None:
-                yield from own if step.is_last else islice(own, -(-len(rows) // 2))
+        packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
+        sums = PackedColumns(self, (collected,) if collected else ())
+        parts = iter((islice(own, -(-len(rows) // 2)), own))
+        for step in ring_pass(
+            self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap, gather=self.gathers
+        ):
+            if step is None:
+                yield from next(parts)
             else:
-                blocks = remote.unpack(step.owner, step.block, step.sums)
-                yield from cross(*self._shared_strips(step.owner, rows, blocks, width))
+                owner, block, added = step
+                remote = self._remote_blocks(owner, packed.unpack(owner, block), sums.unpack(owner, added))
+                yield from cross(*self._shared_strips(owner, rows, remote, width))
 
     def _own_tiles(self, rows: list[Block], columns: list[Block]) -> Iterator[list[Tile]]:
         yield from cross(rows, columns, self.spec.symmetric)
         for strip in rows + columns:
             strip.finish_grad()
+
+    def _remote_blocks(self, owner: int, brought: list[Members], added: list[Members]) -> list[Block]:
+        """The columns of another rank, with nothing added up for them so far."""
+        info, blocks = self.infos[owner], []
+        for index, members, sums in zip(self.column_inputs, brought, added, strict=True):
+            for value in sums.values():
+                value.reset(self.shift) if isinstance(value, State) else value.zero_()
+            if info.rows[index]:
+                offset, max_norm = self._offsets[index][owner], info.max_norms[index]
+                blocks.append(Block(offset=offset, max_norm=max_norm, **members, **sums))
+        return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
         """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
@@ -174,102 +183,57 @@ def _split_in_two(block: Block) -> tuple[Block, Block]:
     return block.slice(0, middle), block.slice(middle, len(block))
 
 
-class _RemoteColumns:
-    """Columns of other ranks as blocks, from the bytes they travel in and back."""
+class PackedColumns:
+    """Some members of a rank's columns, by name, as they travel: in one message, of one size on all ranks. The
+    handshake says how many rows of it are used, and by which members."""
 
-    def __init__(self, layout: Layout, brought: tuple[str, ...], collected: str) -> None:
-        self.layout, self.infos = layout, layout.infos
-        self.brought, self.collected = brought, (collected,) if collected else ()
-        self.home = [block for block in layout.columns if len(block)]
+    def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
+        self.layout, self.names = layout, names
         self.state_names = layout.columns[0].state.names
-        self.packings = [self._packing(rank, self.brought) for rank in range(len(self.infos))]
-        self.sums = [self._packing(rank, self.collected) for rank in range(len(self.infos))]
-
-    def ring_pass(self) -> RingPass:
-        layout, rank = self.layout, self.layout.ranks.rank
-        members = (getattr(block, name) for block in self.home for name in self.brought)
-        tensors = (value.table if isinstance(value, State) else value for value in members if value is not None)
-        sizes, sum_sizes = ([packing.nbytes for packing in packings] for packings in (self.packings, self.sums))
-        own = torch.empty(max(sizes), dtype=torch.uint8, device=layout.device)
-        self.packings[rank].pack(tensors, own)
-        return RingPass(
-            layout.ranks,
-            layout.reach,
-            own,
-            sizes,
-            sum_sizes,
-            merge=self._merge,
-            receive_sums=self._receive,
-            overlap=layout.overlap,
-            gather=layout.gathers,
-        )
-
-    def unpack(self, owner: int, packed: Tensor, sums: Tensor | None) -> list[Block]:
-        """The owner's blocks, with nothing added up for them so far."""
-        assert sums is not None
-        blocks = []
-        read = self._members(owner, self.brought, self.packings[owner].unpack(packed))
-        added = self._members(owner, self.collected, self.sums[owner].unpack(sums))
-        for index, members, zeros in zip(self._inputs(owner), read, added, strict=True):
-            for value in zeros.values():
-                value.reset(self.layout.shift) if isinstance(value, State) else value.zero_()
-            offset = self.layout._column_offsets[index][owner]
-            blocks.append(Block(offset=offset, max_norm=self.infos[owner].max_norms[index], **members, **zeros))
-        return blocks
-
-    def _merge(self, owner: int, into: Tensor, other: Tensor) -> None:
-        packing = self.sums[owner]
-        for one, another in zip(
-            *(self._members(owner, self.collected, packing.unpack(memory)) for memory in (into, other)), strict=True
-        ):
-            _add(one, another)
-
-    def _receive(self, sums: Tensor) -> None:
-        rank = self.layout.ranks.rank
-        for block, added in zip(
-            self.home, self._members(rank, self.collected, self.sums[rank].unpack(sums)), strict=True
-        ):
-            _add(vars(block), added)
-
-    # ---- what is in a packed block
-
-    def _inputs(self, rank: int) -> list[int]:
-        return [index for index in self.layout.column_inputs if self.infos[rank].rows[index]]
-
-    def _members(self, rank: int, names: tuple[str, ...], tensors: list[Tensor]) -> list[Members]:
-        """Of every block of a rank."""
-        rest = iter(tensors)
-        members: list[Members] = [
-            {name: next(rest) for name in self._shapes(rank, index, names)} for index in self._inputs(rank)
+        self.kinds = [
+            [kind for index in layout.column_inputs for kind in self._kinds(info, index)] for info in layout.infos
         ]
-        for found in members:
-            if "state" in found:
-                found["state"] = State(self.state_names, found["state"])
-        return members
+        sizes = [max(prod(shape) * dtype.itemsize for dtype, shape in kinds) for kinds in zip(*self.kinds, strict=True)]
+        *self.starts, self.size = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
 
-    def _packing(self, rank: int, names: tuple[str, ...]) -> Packing:
-        return Packing(
-            tuple(kind for index in self._inputs(rank) for kind in self._shapes(rank, index, names).values())
-        )
-
-    def _shapes(self, rank: int, index: int, names: tuple[str, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of those members that a block of a rank has."""
-        info, layout = self.infos[rank], self.layout
-        length = info.rows[index]
-        shapes: dict[str, tuple[bool, torch.dtype, tuple[int, ...]]] = {
-            "features": (True, getattr(torch, info.dtypes[index] or "float32"), (length, layout.width)),
-            "ids": (info.ids[index], torch.int64, (length,)),
-            "inverse_norm": (layout.normalized, layout.dtype, (length,)),
-            "state": (True, torch.float64, (len(self.state_names), length)),
-            "row_grad": (True, torch.float64, (length,)),
-            "grad": (info.needs[index], layout.dtype, (length, layout.width)),
+    def _kinds(self, info: RankInfo, index: int) -> list[Kind]:
+        """Of the members of a rank's block of an input; of length 0 where it has none."""
+        layout, length = self.layout, info.rows[index]
+        known: dict[str, Kind] = {
+            "features": (info.dtypes[index], (length, layout.width)),
+            "ids": (torch.int64, (length * info.ids[index],)),
+            "inverse_norm": (layout.dtype, (length * layout.normalized,)),
+            "state": (torch.float64, (len(self.state_names), length)),
+            "row_grad": (torch.float64, (length,)),
+            "grad": (layout.dtype, (length * info.needs[index], layout.width)),
         }
-        return {name: shapes[name][1:] for name in names if shapes[name][0]}
+        return [known[name] for name in self.names]
 
+    def pack(self) -> Tensor:
+        """Those of this rank."""
+        memory = torch.empty(self.size, dtype=torch.uint8, device=self.layout.device)
+        for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
+            for name, inside in members.items():
+                value = getattr(block, name)
+                inside.table.copy_(value.table) if isinstance(value, State) else inside.copy_(value)
+        return memory
 
-def _add(into: Members, other: Members) -> None:
-    for name, value in other.items():
-        if isinstance(value, State):
-            into[name].merge({field: value[field] for field in value.names})
-        else:
-            into[name].add_(value)
+    def unpack(self, rank: int, memory: Tensor) -> list[Members]:
+        """Those of every block of a rank, as views of `memory`."""
+        kinds = zip(self.starts, self.kinds[rank], strict=True)
+        views = (memory[start:].view(dtype)[: prod(shape)].view(shape) for start, (dtype, shape) in kinds)
+        blocks = [{name: next(views) for name in self.names} for _ in self.layout.column_inputs]
+        return [{name: self._member(name, x) for name, x in members.items() if x.numel()} for members in blocks]
+
+    def _member(self, name: str, tensor: Tensor) -> Tensor | State:
+        return State(self.state_names, tensor) if name == "state" else tensor
+
+    def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
+        """To what is in other memory or, for None, to the columns of this rank."""
+        sums = map(vars, self.layout.columns) if into is None else self.unpack(rank, into)
+        for members, others in zip(sums, self.unpack(rank, memory), strict=False):
+            for name, value in others.items():
+                if isinstance(value, State):
+                    members[name].merge({field: value[field] for field in value.names})
+                else:
+                    members[name].add_(value)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .handshake import Handshake
+from .handshake import RankInfo
 from .plan import Plan
 
 
@@ -30,21 +30,24 @@ class SavedNumbers(NamedTuple):
         shift: Of all logits, or OWN_MAX.
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
-        handshake: Of the forward: alone, a rank has nothing new to say in the backward.
+        infos: What the ranks brought to the forward.
     """
 
     plan: Plan
     shift: float
     forward_number: int
     joins_backward: bool
-    handshake: Handshake | None = None
+    infos: list[RankInfo]
 
     def pack(self) -> Tensor:
-        """As a tensor on the CPU, which is what an operator can return. The handshake stays behind."""
-        return torch.tensor([*self.plan, *self[1:4]], dtype=torch.float64)
+        """As a tensor on the CPU, which is what an operator can return."""
+        infos = (number for info in self.infos for number in info.encode())
+        return torch.tensor([*self.plan, *self[1:4], *infos], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "SavedNumbers":
-        rows, columns, one_pass, kept, shift, forward_number, joins_backward = packed.tolist()
+        rows, columns, one_pass, kept, shift, forward_number, joins_backward, *rest = packed.tolist()
         plan = Plan(int(rows), int(columns), bool(one_pass), int(kept))
-        return cls(plan, shift, int(forward_number), bool(joins_backward))
+        numbers, size = iter(rest), len(RankInfo().encode())
+        infos = [RankInfo.decode(numbers) for _ in range(len(rest) // size)]
+        return cls(plan, shift, int(forward_number), bool(joins_backward), infos)

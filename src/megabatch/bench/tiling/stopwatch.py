@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...backends.eager import Eager
-from ...distributed.ranks import Ranks, Transfer
+from ...distributed.ranks import Ranks
 from ...losses.state import State
-from ...tiling import layout
-from ...tiling.layout import _RemoteColumns
+from ...tiling.layout import PackedColumns
 
 REST = "rest"
 STAGES = ("products", "epilogue", "merges", "communication", REST)
@@ -45,13 +44,12 @@ SEAMS = (
     Seam("merges", State, "reset"),
     Seam("merges", State, "merge"),
     Seam("merges", State, "fill_empty_rows"),
-    Seam("merges", layout, "_add"),  # of what two ranks have added up
-    Seam("communication", _RemoteColumns, "ring_pass"),  # packs the own block
+    Seam("merges", PackedColumns, "add"),  # of what two ranks have added up
+    Seam("communication", PackedColumns, "pack"),
     Seam("communication", Ranks, "handshake"),
     Seam("communication", Ranks, "all_sum"),
-    Seam("communication", Ranks, "connect"),
     Seam("communication", Ranks, "transfer"),
-    Seam("communication", Transfer, "wait"),
+    Seam("communication", Ranks, "wait"),
 )
 
 
