@@ -146,11 +146,11 @@ class Softmax(_Epilogue):
         if tile.targets is None and mask is None and not smoothing:
             return
         shares = [_per_count(block, "positive_count", 1 - smoothing) for block in blocks]
-        if tile.targets is not None:
-            share = tile.targets.of_side("rows", shares[0])
-            if len(shares) == 2:
-                share = share + tile.targets.of_side("columns", shares[1])
-            tile.targets.put(dlogits, tile.targets.of(dlogits) - share)
+        if tile.targets is not None and "positive_count" not in tile.rows.state and tile.rows.has_unit_row_grad:
+            tile.targets.add(dlogits, (smoothing - 1) * len(blocks))
+        elif tile.targets is not None:
+            sides = (tile.targets.of_side(side, share) for side, share in zip(AXIS, shares, strict=False))
+            tile.targets.add(dlogits, -sum(sides))
         if mask is not None or smoothing:
             spare = self.buffer("spare", tile.shape)
         if mask is not None:

@@ -101,6 +101,9 @@ class ConsecutiveTargets:
         """Write `new` where the positives are."""
         self.of(values)[:] = new
 
+    def add(self, values: Tensor, amount: Tensor | float) -> None:
+        self.of(values).add_(amount)
+
     def of_side(self, side: str, vector: Tensor) -> Tensor:
         """For every positive, the entry of its row, or of its column."""
         return vector[self._spans[side]]
@@ -122,6 +125,9 @@ class IndexedTargets:
     def put(self, values: Tensor, new: Tensor | bool) -> None:
         new = torch.where(self._here, new, self.of(values)).to(values.dtype)
         values.scatter_(1, self._column, new[:, None])
+
+    def add(self, values: Tensor, amount: Tensor | float) -> None:
+        self.put(values, self.of(values) + amount)
 
     def of_side(self, side: str, vector: Tensor) -> Tensor:
         return vector if side == "rows" else vector[self._column[:, 0]]

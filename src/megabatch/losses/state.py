@@ -43,10 +43,10 @@ class State:
 
     @classmethod
     def neutral(cls, names: tuple[str, ...], num_rows: int, device: torch.device, shift: float) -> "State":
+        """The statistics of no columns: the neutral element of `merge`."""
         return cls(names, torch.empty(len(names), num_rows, dtype=torch.float64, device=device)).reset(shift)
 
     def reset(self, shift: float = OWN_MAX) -> "State":
-        """To the statistics of no columns: the neutral element of `merge`."""
         self.table.zero_()
         for name, lowest in (("max", shift), ("top", -math.inf), ("top_positive", -math.inf)):
             if name in self.names and lowest:
@@ -61,6 +61,9 @@ class State:
 
     def slice(self, start: int, stop: int | None) -> "State":
         return State(self.names, self.table[:, start:stop])
+
+    def split(self, lengths: list[int]) -> list["State"]:
+        return [State(self.names, part) for part in torch.split(self.table, lengths, 1)]
 
     def merge(self, piece: Mapping[str, Tensor]) -> None:
         """Add the statistics of more columns: of a tile, a block or another rank.

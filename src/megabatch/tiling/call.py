@@ -122,7 +122,7 @@ class Call:
         """Every tile, with its part of what is kept."""
         size = self.plan.slot_size
         for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
-            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
+            yield tile, kept[index * size :] if index < self.plan.kept else None
 
     @cached_property
     def needing(self) -> list[Block]:
@@ -143,14 +143,13 @@ class Call:
         """Give every block its part of the statistics, by default of no columns."""
         names = state_fields(self.spec, self.options.return_stats)
         blocks = self.layout.feature_blocks()
+        lengths = [len(block) for block in blocks]
         if table is None:
-            state = State.neutral(names, sum(map(len, blocks)), self.layout.device, self.shift)
+            state = State.neutral(names, sum(lengths), self.layout.device, self.shift)
         else:
             state = State(names, table)
-        start = 0
-        for block in blocks:
-            block.state = state if len(blocks) == 1 else state.slice(start, start + len(block))
-            start += len(block)
+        for block, part in zip(blocks, state.split(lengths), strict=True):
+            block.state = part
         return state
 
     def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
@@ -162,6 +161,7 @@ class Call:
             row_grad = row_grad * upstream
         if largest != 1:
             row_grad = row_grad / largest
-        for block, part in zip(side, torch.split(row_grad, list(map(len, side))), strict=True):
+        parts = torch.split(row_grad, list(map(len, side))) if len(side) > 1 else [row_grad]
+        for block, part in zip(side, parts, strict=True):
             block.row_grad = part
             block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets

@@ -27,12 +27,10 @@ def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
     coefficient = factor * (call.scale * (ranks.size if averaged else 1))
-    sums = call.backend.scalar_sums  # of dlogits * x.y, and of dlogits
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
     side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
     summed = side if call.handshake.needs.scale and not call.sum_for_scale else []
-    if summed:
-        sums[0].zero_()
+    scale_sums = []
     for block in call.needing:
         is_summed = any(block is other for other in summed)
         for strip in block.strips(strip_height(block.features)):
@@ -40,8 +38,11 @@ def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
             if is_summed or strip.inverse_norm is not None:
                 along = _backward_of_normalization(strip, strip.grad)
             if is_summed:
-                sums[0].add_(along.sum(dtype=torch.float64), alpha=0.5 if call.spec.symmetric else 1.0)
+                scale_sums.append(along.sum(dtype=torch.float64))
             strip.grad.mul_(coefficient)
+    sums = call.backend.scalar_sums  # of dlogits * x.y, and of dlogits
+    if scale_sums:
+        sums[0] = torch.stack(scale_sums).sum() / (2 if call.spec.symmetric else 1)
     return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
 
 

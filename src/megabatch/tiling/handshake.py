@@ -100,14 +100,19 @@ class Handshake:
             check_values(inputs, options, infos[0].scale, infos[0].bias)
         except ValueError as refused:
             error = refused.with_traceback(None)  # which would hold this frame, and with it the group
-        if options.group:
+        if ranks.size > 1:
             same = _same_on_all_ranks(inputs, options, backend)
             everyones = ranks.handshake(same, infos[0].encode(), error, options.call_site)
             infos = [RankInfo.decode(numbers) for numbers in everyones]
         elif error is not None:
             raise error
         handshake = cls(ranks, infos, backend)
-        handshake._check_together(options.spec.symmetric)
+        if ranks.size > 1:
+            handshake._check_together(options.spec.symmetric)
+        if not 0 < handshake.weight_sum < math.inf:
+            raise ValueError(
+                f"{options.function}: weight must have a positive, finite sum, got {handshake.weight_sum}."
+            )
         return handshake
 
     @classmethod
@@ -166,8 +171,6 @@ class Handshake:
                 f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
                 "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
             )
-        if not 0 < self.weight_sum < math.inf:
-            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
 
 
 def _rank_info(inputs: LossInputs, options: LossOptions, norms: Norms) -> RankInfo:
