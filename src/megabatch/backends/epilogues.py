@@ -82,7 +82,9 @@ class Softmax(_Epilogue):
             for side, piece in pieces.items():
                 piece["max"] = logits.amax(AXIS[side])
                 finite = piece["max"].clamp_min(torch.finfo(logits.dtype).min)
-                shifted = torch.sub(logits, finite.unsqueeze(AXIS[side]), out=self.buffer("spare", tile.shape))
+                # A mask is summed by way of the scratch buffer.
+                buffer = "scratch" if id_mask is None and not self.spec.label_smoothing else "spare"
+                shifted = torch.sub(logits, finite.unsqueeze(AXIS[side]), out=self.buffer(buffer, tile.shape))
                 self._reduce(tile, {side: piece}, shifted, finite, id_mask)
         else:
             shifted = logits.sub_(self.shift) if self.shift else logits
@@ -129,7 +131,8 @@ class Softmax(_Epilogue):
         if fresh:
             self.exclude(tile, logits, id_mask)
         if self.shift == OWN_MAX:
-            for block, axis, target in zip(blocks, (1, 0), (out, self.buffer("spare", tile.shape)), strict=False):
+            second = logits if fresh else self.buffer("logits", tile.shape)
+            for block, axis, target in zip(blocks, (1, 0), (out, second), strict=False):
                 torch.sub(logits, block.state["max"].to(logits.dtype).unsqueeze(axis), out=target).exp_()
                 target.mul_(block.probability_factor.unsqueeze(axis))
                 if target is not out:

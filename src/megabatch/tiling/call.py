@@ -122,7 +122,7 @@ class Call:
         """Every tile, with its part of what is kept."""
         size = self.plan.slot_size
         for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
-            yield tile, kept[index * size :] if index < self.plan.kept else None
+            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
 
     @cached_property
     def needing(self) -> list[Block]:
