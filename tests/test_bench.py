@@ -45,8 +45,9 @@ def test_loss_prints_a_table_and_writes_json_with_all_contenders(tmp_path, capsy
         if row["status"] == "ok":
             assert len(row["seconds"]) == 3
             assert row["best"] == min(row["seconds"]) > 0
-            assert row["over_megabatch"] == row["best"] / rows["megabatch"]["best"]
-            assert row["over_products"] == row["best"] / rows["products"]["best"]
+            for base in ("megabatch", "products"):
+                ratios = [own / its for own, its in zip(row["seconds"], rows[base]["seconds"], strict=True)]
+                assert row[f"over_{base}"] == sorted(ratios)[1]
             assert (row["peak_bytes"] is None) == (name == "products")
 
 
@@ -149,12 +150,15 @@ def test_the_memory_of_a_step_leaves_out_inputs_and_gradients():
     assert 28 * MIB < trial.peak_of(step, inputs) < 40 * MIB
 
 
-def test_contenders_take_turns():
+def test_contenders_take_turns_in_any_order():
     order: list[str] = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    taken = measure.take_turns(steps, repeats=2, seconds=0)
-    assert "".join(order) == "abc" * 3  # the first of each is thrown away
-    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2, "c": 2}
+    taken = measure.take_turns(steps, repeats=40, seconds=0)
+    first, *rounds = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert first == "abc"  # thrown away
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 1
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 40, "b": 40, "c": 40}
 
 
 def test_a_process_that_dies_says_how():

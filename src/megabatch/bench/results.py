@@ -71,5 +71,7 @@ def row_of(rows: Sequence[Row], name: str) -> Row | None:
 
 
 def over(row: Row, base: Row | None) -> float | None:
-    """The ratio of the best of each."""
-    return None if base is None or row.best is None or not base.best else row.best / base.best
+    """The median of the ratios of their rounds: what slows one round down slows both."""
+    if base is None or not row.seconds or not base.seconds:
+        return None
+    return statistics.median(own / its for own, its in zip(row.seconds, base.seconds, strict=False))

@@ -1,7 +1,6 @@
 """`megabatch bench chunked`: what encoding in chunks costs, and the memory it takes."""
 
 import argparse
-import statistics
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -146,7 +145,7 @@ def _time_table(rows: list[Row]) -> str:
                 report.seconds(row.best),
                 report.spread(row.mean, row.deviation),
                 report.ratio(over(row, floor), 1),
-                report.ratio(_by_round(row, floor), 1),
+                report.ratio(over(row, floor), 1),
                 report.mebibytes(row.peak_bytes),
                 report.remark(row.status, row.note),
             )
@@ -178,10 +177,4 @@ def _memory_table(weights: list[Weight]) -> str:
 
 def _record(row: Row, rows: list[Row]) -> dict[str, Any]:
     floor = row_of(rows, "floor")
-    return row.record(over_floor=over(row, floor), over_floor_by_round=_by_round(row, floor))
-
-
-def _by_round(row: Row, floor: Row | None) -> float | None:
-    if floor is None or not row.seconds or not floor.seconds:
-        return None
-    return statistics.median(own / its for own, its in zip(row.seconds, floor.seconds, strict=True))
+    return row.record(over_floor=over(row, floor), over_floor_by_round=over(row, floor))

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import random
 import resource
 import sys
 import time
@@ -50,7 +51,8 @@ def take_turns(
     seconds: float,
     clock: Callable[[Callable[[], object]], float] = clocked,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of every step. One run each is thrown away; then all run once per round, in turns.
+    """Seconds of every run of every step. One run each is thrown away; then all run once per round, in another order
+    in every round.
 
     There are at least `repeats` rounds, and more until `seconds` have passed: small steps need them.
     """
@@ -63,8 +65,8 @@ def take_turns(
     try:
         while rounds < repeats or (rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds):
             rounds += 1
-            for name, step in steps.items():
-                taken[name].append(clock(step))
+            for name in random.sample(list(steps), len(steps)):
+                taken[name].append(clock(steps[name]))
     finally:
         gc.enable()
     return taken

@@ -21,9 +21,9 @@ DESCRIPTION = """\
 Time and peak memory of a training step through a loss, forward and backward with all gradients (features, logit_scale,
 logit_bias), of megabatch and of its peers.
 
-Time: the contenders of a case take turns in one process, after a run each that is thrown away; the best of all rounds,
-their mean and standard deviation. Compare the ratios: seconds are those of this machine. Threads are torch's own choice
-(OMP_NUM_THREADS).
+Time: the contenders of a case take turns in one process, in another order in every round, after a run each that is
+thrown away; the best of all rounds, their mean and standard deviation. Compare the ratios, which are medians over the
+rounds: seconds are those of this machine. Threads are torch's own choice (OMP_NUM_THREADS).
 
 Memory: the peak of resident memory during one step beyond what the process held before it, less the gradients of the
 inputs: beyond inputs and gradients. Before it inputs are made and libraries loaded. Each contender has a process of its
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contenders", nargs="+", choices=KNOWN, default=list(CONTENDERS), help="who takes part (bench list)"
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda: contenders then share this process")
-    parser.add_argument("--repeats", type=session.positive, default=5, help="rounds, at least")
+    parser.add_argument("--repeats", type=session.positive, default=7, help="rounds, at least")
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="go on with rounds for this long: small steps need it"
     )

@@ -74,6 +74,14 @@ def ours_kept(case: Case) -> Step:
     return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, memory_budget=budget))
 
 
+def ours_small(case: Case) -> Step:
+    return step_of(partial(getattr(megabatch, case.kind.function), normalize=False, memory_budget="48MiB"))
+
+
+def by_hand(case: Case) -> Step:
+    return step_of(rivals.BY_HAND[case.loss])
+
+
 def dense(case: Case, normalize: bool = False) -> Step:
     return step_of(partial(getattr(reference, case.kind.function), normalize=normalize))
 
@@ -229,6 +237,8 @@ CONTENDERS = {
     for contender in (
         Contender("megabatch", "megabatch", ours, ours=True),
         Contender("kept", "megabatch, logits kept", ours_kept, ("clip",), held=_matrices(1), ours=True),
+        Contender("small", 'megabatch, memory_budget="48MiB"', ours_small, ("clip",), ours=True),
+        Contender("by_hand", "by hand, logits formed once", by_hand, held=_matrices(6)),
         Contender("dense", "dense twin (megabatch.reference)", dense, held=_matrices(12)),
         Contender("compiled", "torch.compile, logits formed once", compiled, held=_matrices(4), compiles=True),
         Contender("chunked", f"checkpoint, chunks of {rivals.CHUNK} rows", chunked),

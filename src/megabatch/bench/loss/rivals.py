@@ -116,6 +116,15 @@ _BY_ROWS: dict[str, LossFunction] = {"siglip": _siglip, "info_nce": _info_nce, "
 # Logits formed once, whole.
 ONCE: dict[str, LossFunction] = {"clip": _clip_once, **{name: partial(f, _whole) for name, f in _BY_ROWS.items()}}
 
+
+def _clip_by_hand(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    s, target = scale * image @ text.T, _range(image)
+    return (F.cross_entropy(s, target) + F.cross_entropy(s.T, target)) / 2
+
+
+# What people write by hand, not compiled.
+BY_HAND = ONCE | {"clip": _clip_by_hand}
+
 # Logits formed by chunks of rows, each again in the backward.
 CHUNKED: dict[str, LossFunction] = {
     "clip": _clip_chunked,
