@@ -25,9 +25,8 @@ The limit is what must be computed, and nothing else, written by hand over the s
 the loss, a second forward and the backward. It, GradCache and the step in one piece are given megabatch's loss;
 sentence-transformers' is built in.
 
-Time: all take turns in one process, after a run each that is thrown away. "best": of all rounds, and its ratio to the
-limit's best. "by round": the median over the rounds of the ratio to the limit in the same round, which other work on
-the machine disturbs less.
+Time: all take turns in one process, after a run each that is thrown away. "/ limit": the median over the rounds of the
+ratio to the limit in the same round, which other work on the machine disturbs less.
 
 Memory: the peak of resident memory during one step beyond what the process held before it. In the first two tables
 the gradients of the parameters are taken off; in the third they are not, and an optimizer takes a step too. There,
@@ -136,7 +135,7 @@ def _time(run: Session, name: str, options: argparse.Namespace, shape: Shape) ->
 
 def _time_table(rows: list[Row]) -> str:
     floor = row_of(rows, "floor")
-    head = ("", "best", "mean ± std", "/ limit", "by round", "peak MiB", "")
+    head = ("", "best", "mean ± std", "/ limit", "peak MiB", "")
     return report.table(
         head,
         [
@@ -144,7 +143,6 @@ def _time_table(rows: list[Row]) -> str:
                 row.title,
                 report.seconds(row.best),
                 report.spread(row.mean, row.deviation),
-                report.ratio(over(row, floor), 1),
                 report.ratio(over(row, floor), 1),
                 report.mebibytes(row.peak_bytes),
                 report.remark(row.status, row.note),
@@ -176,5 +174,4 @@ def _memory_table(weights: list[Weight]) -> str:
 
 
 def _record(row: Row, rows: list[Row]) -> dict[str, Any]:
-    floor = row_of(rows, "floor")
-    return row.record(over_floor=over(row, floor), over_floor_by_round=over(row, floor))
+    return row.record(over_floor=over(row, row_of(rows, "floor")))

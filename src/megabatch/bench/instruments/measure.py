@@ -52,7 +52,7 @@ def take_turns(
     clock: Callable[[Callable[[], object]], float] = clocked,
 ) -> dict[str, list[float]]:
     """Seconds of every run of every step. One run each is thrown away; then all run once per round, in another order
-    in every round.
+    in every round. Ranks that take turns together take them in the same order.
 
     There are at least `repeats` rounds, and more until `seconds` have passed: small steps need them.
     """
@@ -61,11 +61,11 @@ def take_turns(
     taken: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
     gc.disable()
-    begin, rounds = time.perf_counter(), 0
+    begin, rounds, order = time.perf_counter(), 0, random.Random(0)
     try:
         while rounds < repeats or (rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds):
             rounds += 1
-            for name in random.sample(list(steps), len(steps)):
+            for name in order.sample(list(steps), len(steps)):
                 taken[name].append(clock(steps[name]))
     finally:
         gc.enable()
