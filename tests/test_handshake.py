@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 import megabatch
 from megabatch.distributed.ranks import NUMBERS, Ranks
+from megabatch.tiling.engine import SavedFacts
 from megabatch.tiling.handshake import DTYPES, RankInfo
+from megabatch.tiling.operators import pack, unpack
 from megabatch.tiling.plan import Plan
-from megabatch.tiling.saved import SavedNumbers
 
 from .ranks import Pool
 
@@ -49,9 +50,8 @@ def test_every_dtype_of_features_has_a_number(dtype: torch.dtype) -> None:
 
 
 def test_what_ranks_brought_survives_from_a_compiled_forward_to_its_backward() -> None:
-    saved = SavedNumbers(Plan(8, 16, False, 2), 7, True, math.nan, 3.0, [0.5, 2.0], [INFO, RankInfo(), INFO])
-    found = SavedNumbers.unpack(saved.pack())
-    assert repr(found) == repr(saved)
+    saved = SavedFacts(Plan(8, 16, False, 2), math.nan, 7, True, [INFO, RankInfo(), INFO])
+    assert repr(unpack(pack(saved))) == repr(saved)
 
 
 def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], int]:

@@ -1,5 +1,7 @@
 """The forward and the backward of a call on plain tensors: below autograd, above the tiles."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,22 +9,47 @@ from ..backends import workspace
 from ..losses.state import OWN_MAX
 from .call import Call
 from .gradients import Gradients, as_inputs, finish_gradients, rescaled
-from .guards import Norms, inverse_norms, measure_norms, row_norms
-from .handshake import Handshake
+from .handshake import Handshake, RankInfo
 from .options import LossInputs, LossOptions
+from .plan import Plan
 from .reduce import reduce_losses
-from .saved import SavedNumbers, SavedTensors
 
 
-def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedNumbers]:
+class SavedTensors(NamedTuple):
+    """What the forward leaves on the device for the backward.
+
+    Attributes:
+        state: The statistics of the rows and then, unless they are the same, of the columns.
+        kept: The logits that the plan keeps or, after one pass, the gradients of the features.
+        scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
+    """
+
+    state: Tensor
+    kept: Tensor
+    scalars: Tensor
+
+
+class SavedFacts(NamedTuple):
+    """What the forward leaves on the host for the backward.
+
+    Attributes:
+        shift: Of all logits, or OWN_MAX.
+        forward_number: Of the forward among the handshakes of its group.
+        joins_backward: Some rank needs a gradient.
+        infos: What the ranks brought to the forward. Not the handshake: a group must not live as long as the loss.
+    """
+
+    plan: Plan
+    shift: float
+    forward_number: int
+    joins_backward: bool
+    infos: list[RankInfo]
+
+
+def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedFacts]:
     """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
-    norms, error = Norms(), None
-    try:
-        norms = measure_norms(inputs, options)
-    except Warning as raised:  # which the user turned into an error: on all ranks, then
-        error = raised.with_traceback(None)
-    handshake = Handshake.of_forward(inputs, options, norms, error)
-    call = Call(inputs, options, norms, handshake)
+    handshake = Handshake.of_forward(inputs, options)
+    call = Call(inputs, options, handshake)
     plan, spec, layout = call.plan, call.spec, call.layout
     # What other ranks add up for this rank's columns: their state, where columns have one.
     collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
@@ -37,15 +64,14 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
                 call.backend.accumulate_statistics(tile, slot)
         result = reduce_losses(call, state)
         if result is None:  # one shift for all logits was too much for one of the rows
-            call = Call(inputs, options, norms, handshake, plan, shift=OWN_MAX)
+            call = Call(inputs, options, handshake, plan, shift=OWN_MAX)
     value, stats, denominator = result
     if not plan.one_pass:
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
         if not spec.has_targets:
             state.fill_empty_rows()
-    # Not the handshake itself: a group must not live as long as the loss.
-    numbers = SavedNumbers(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), handshake.infos)
-    return value, stats, SavedTensors(state.table, kept, scalars), numbers
+    facts = SavedFacts(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), handshake.infos)
+    return value, stats, SavedTensors(state.table, kept, scalars), facts
 
 
 def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
@@ -59,7 +85,7 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     call.attach_row_grads(layout.rows)
     size = call.plan.slot_size
     memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
-    for strip in call.strips():
+    for strip in layout.strips(call.plan.rows, call.plan.columns):
         # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
         for tiles in [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]:
             slots = list(zip(tiles, torch.split(memory[: len(tiles) * size], size), strict=True))
@@ -74,16 +100,13 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors, numbers: SavedNumbers
+    inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors, facts: SavedFacts
 ) -> Gradients:
     """The gradient of every input that needs one."""
-    if numbers.plan.one_pass:
-        return rescaled(inputs, options, upstream, saved)
-    norms = Norms()
-    if options.normalize:
-        norms = Norms(tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features))
-    handshake = Handshake.of_backward(inputs, options, numbers.infos, upstream, numbers.forward_number)
-    call = Call(inputs, options, norms, handshake, numbers.plan, numbers.shift)
+    if facts.plan.one_pass:
+        return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
+    handshake = Handshake.of_backward(inputs, options, facts.infos, upstream, facts.forward_number)
+    call = Call(inputs, options, handshake, facts.plan, facts.shift)
     layout, spec = call.layout, call.spec
     call.attach_state(saved.state)
     for side in (layout.rows, layout.columns)[: spec.directions]:

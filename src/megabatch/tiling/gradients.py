@@ -15,7 +15,6 @@ from ..losses.block import Block
 from .call import Call
 from .guards import LARGEST_INVERSE_NORM, strip_height
 from .options import LossInputs, LossOptions
-from .saved import SavedTensors
 
 Gradients = tuple[Tensor | None, ...]  # of LossInputs[:5]; None where none is needed
 
@@ -60,13 +59,15 @@ def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
     return along
 
 
-def rescaled(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors) -> Gradients:
+def rescaled(
+    inputs: LossInputs, options: LossOptions, upstream: Tensor, gradients: Tensor, scalars: Tensor
+) -> Gradients:
     """The forward's gradients times what the caller makes of the loss."""
     needed = [x for x, need in zip(inputs.features, options.needs, strict=False) if x is not None and need]
-    parts = torch.split(saved.kept, [x.numel() for x in needed])
-    upstream = upstream.to(saved.kept.dtype)
+    parts = torch.split(gradients, [x.numel() for x in needed])
+    upstream = upstream.to(gradients.dtype)
     features = (part.view(x.shape) * upstream for x, part in zip(needed, parts, strict=True))
-    return as_inputs(inputs, options, features, saved.scalars * upstream)
+    return as_inputs(inputs, options, features, scalars * upstream)
 
 
 def as_inputs(inputs: LossInputs, options: LossOptions, features: Iterable[Tensor], scalars: Tensor) -> Gradients:

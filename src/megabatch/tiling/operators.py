@@ -5,6 +5,7 @@ travels in one string, a constant to a compiler. The plan is made inside, from r
 compiles nothing anew. Neither can be differentiated twice.
 """
 
+import pickle
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from ..losses.state import state_fields
 from . import engine
+from .engine import SavedFacts, SavedTensors
 from .gradients import Gradients
 from .options import LossInputs, LossOptions, compute_dtype
 from .reduce import NUM_STATS
-from .saved import SavedNumbers, SavedTensors
 
 # Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
 with torch.inference_mode(False):  # whatever mode the import happens in
@@ -53,12 +54,12 @@ class _ContrastiveLoss(torch.autograd.Function):
         *tensors, _, ctx.options = arguments
         inputs = LossInputs(*tensors)
         with _without_autocast(inputs.rows):
-            value, stats, saved, ctx.numbers = engine.forward(inputs, ctx.options)
+            value, stats, saved, ctx.facts = engine.forward(inputs, ctx.options)
         ctx.save_for_backward(*inputs, *saved)
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
-        return value, stats, ctx.numbers.joins_backward
+        return value, stats, ctx.facts.joins_backward
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Tensor | None) -> Gradients:
@@ -69,7 +70,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), SavedTensors(*tensors[_NUM_INPUTS:])
         creates_graph = torch.is_grad_enabled()
         with torch.no_grad(), _without_autocast(upstream):
-            gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
+            gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.facts)
         if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
             refuse: Any = _Refuse.apply
@@ -99,7 +100,17 @@ _INPUTS = (
     "Tensor? row_ids, Tensor? column_ids, Tensor? negative_ids, Tensor? positives, Tensor? weight, "
     "Tensor? anchor, str options"
 )
-_SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor numbers"
+_SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor facts"
+
+
+def pack(facts: SavedFacts) -> Tensor:
+    """As bytes on the CPU, which is what an operator can return."""
+    return torch.frombuffer(bytearray(pickle.dumps(facts)), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> SavedFacts:
+    facts: SavedFacts = pickle.loads(bytes(packed.tolist()))
+    return facts
 
 
 @torch.library.custom_op(
@@ -108,12 +119,12 @@ _SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor numbers"
     schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
-    """value, stats, *SavedTensors, SavedNumbers as a tensor on the CPU."""
+    """value, stats, *SavedTensors, SavedFacts as a tensor on the CPU."""
     *tensors, _, code = arguments
     with _without_autocast(arguments[0]):
-        value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
+        value, stats, saved, facts = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
     stats = value.new_zeros(NUM_STATS, dtype=torch.float64) if stats is None else stats
-    return value, stats, *saved, numbers.pack()
+    return value, stats, *saved, pack(facts)
 
 
 @contrast.register_fake
@@ -131,7 +142,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         rows.new_empty((num_fields, sum(lengths)), dtype=double),
         rows.new_empty(dynamic(), dtype=dtype),
         rows.new_empty(dynamic(), dtype=double),
-        rows.new_empty(dynamic(), dtype=double, device="cpu"),
+        rows.new_empty(dynamic(), dtype=torch.uint8, device="cpu"),
     )
 
 
@@ -142,11 +153,11 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 )
 def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""
-    *saved, numbers = arguments[:_NUM_SAVED]
+    *saved, facts = arguments[:_NUM_SAVED]
     *tensors, _, code = arguments[_NUM_SAVED:]
     inputs, options = LossInputs(*tensors), LossOptions.decode(code)
     with _without_autocast(upstream):
-        gradients = engine.backward(inputs, options, upstream, SavedTensors(*saved), SavedNumbers.unpack(numbers))
+        gradients = engine.backward(inputs, options, upstream, SavedTensors(*saved), unpack(facts))
     return *(upstream.new_empty(0) if g is None else g for g in gradients), torch.zeros((), device="cpu")
 
 

@@ -22,12 +22,12 @@ def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tens
         if spec.column_loss:
             losses = (losses[:num_rows] + losses[num_rows:]) / 2
         if call.inputs.weight is not None:
-            losses = losses * call.weights(layout.rows)
+            losses = losses * call.weights
         sums = [losses.sum()]
     if call.shift > 0:
         sums.append((rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64))
     if not spec.has_targets:
-        sums.append(rows.where_positives(spec, call.weights(layout.rows)).sum())
+        sums.append(rows.where_positives(spec, call.weights).sum())
     if options.return_stats:
         columns = state if spec.symmetric else state.slice(num_rows, None)
         sums += _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
@@ -49,7 +49,7 @@ def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tens
 def _statistics(call: Call, rows: State, columns: State) -> list[Tensor]:
     """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
     spec = call.spec
-    weight = rows.where_positives(spec, call.weights(call.layout.rows))
+    weight = rows.where_positives(spec, call.weights)
     sides = [rows, columns] if spec.column_loss or spec.epilogue == "sigmoid" else [rows]
     losses = [side.losses(spec) for side in sides]
     # Equal columns of different tiles may differ by a rounding or two: they still tie.

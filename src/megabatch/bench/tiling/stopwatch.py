@@ -43,7 +43,6 @@ SEAMS = (
     Seam("epilogue", Eager, "accumulate_gradients"),
     Seam("merges", State, "reset"),
     Seam("merges", State, "merge"),
-    Seam("merges", State, "fill_empty_rows"),
     Seam("merges", PackedColumns, "add"),  # of what two ranks have added up
     Seam("communication", PackedColumns, "pack"),
     Seam("communication", Ranks, "handshake"),

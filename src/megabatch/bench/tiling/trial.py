@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...tiling import engine
+from ...tiling import call
 from ...tiling.plan import Plan
 from ..cases import Case, Inputs
 from ..instruments import measure, processes
@@ -194,7 +194,7 @@ def plans_made() -> Iterator[list[Plan]]:
 
         return make
 
-    with replaced(engine, "make_plan", noting):
+    with replaced(call, "make_plan", noting):
         yield plans
 
 
