@@ -93,10 +93,7 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
-    factor = call.handshake.largest_row_grad / spec.directions
-    if call.options.reduction == "mean":
-        factor /= call.handshake.weight_sum * len(layout.rows)
-    return gradients, finish_gradients(call, factor)
+    return gradients, finish_gradients(call, 1.0, call.handshake.weight_sum)
 
 
 def backward(
@@ -119,11 +116,9 @@ def backward(
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)
-    factor: Tensor | float = handshake.largest_row_grad / spec.directions
-    if options.reduction == "mean":
-        factor = factor / (saved.scalars if len(saved.scalars) else handshake.weight_sum * len(layout.rows))
+    factor: Tensor | float = 1.0
     if options.reduction != "none":
-        factor = factor * (upstream.item() if layout.device.type == "cpu" else upstream.double())
-    scalars = finish_gradients(call, factor)
+        factor = upstream.item() if layout.device.type == "cpu" else upstream.double()
+    scalars = finish_gradients(call, factor, saved.scalars if len(saved.scalars) else handshake.weight_sum)
     features = [block.grad for block in call.needing if block.grad is not None]
     return as_inputs(inputs, options, features, scalars)

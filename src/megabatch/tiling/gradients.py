@@ -19,9 +19,12 @@ from .options import LossInputs, LossOptions
 Gradients = tuple[Tensor | None, ...]  # of LossInputs[:5]; None where none is needed
 
 
-def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
+def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor | float) -> Tensor:
     """From A to the gradients of features, in place; those of scale and bias are returned."""
-    options, ranks, layout = call.options, call.ranks, call.layout
+    options, ranks, layout, sums = call.options, call.ranks, call.layout, call.backend.scalar_sums
+    factor = upstream * (call.handshake.largest_row_grad / call.spec.directions)
+    if options.reduction == "mean":
+        factor = factor / denominator
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
@@ -29,7 +32,7 @@ def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
     side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
     summed = side if call.handshake.needs.scale and not call.sum_for_scale else []
-    scale_sums = []
+    alpha = 0.5 if call.spec.symmetric else 1.0
     for block in call.needing:
         is_summed = any(block is other for other in summed)
         for strip in block.strips(strip_height(block.features)):
@@ -37,11 +40,8 @@ def finish_gradients(call: Call, factor: Tensor | float) -> Tensor:
             if is_summed or strip.inverse_norm is not None:
                 along = _backward_of_normalization(strip, strip.grad)
             if is_summed:
-                scale_sums.append(along.sum(dtype=torch.float64))
+                sums[0].add_(along.sum(dtype=torch.float64), alpha=alpha)
             strip.grad.mul_(coefficient)
-    sums = call.backend.scalar_sums  # of dlogits * x.y, and of dlogits
-    if scale_sums:
-        sums[0] = torch.stack(scale_sums).sum() / (2 if call.spec.symmetric else 1)
     return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
 
 

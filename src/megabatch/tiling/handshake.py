@@ -75,7 +75,7 @@ class Handshake:
         infos: Of every rank, from the forward.
         backend, scale, bias: The same on all ranks.
         needs: Which gradients some rank needs.
-        weight_sum: Of all rows of all ranks, each counted once.
+        weight_sum: Of all rows of all ranks that have a loss.
         largest_row_grad: Row gradients are divided by it, so that dlogits are of size 1 whatever the weights.
     """
 
@@ -188,11 +188,13 @@ def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
     check_scalars(function, scale, bias)
     if inputs.positives is not None and inputs.columns is not None:
         check_indices(function, "positives", inputs.positives, len(inputs.columns))
+    weight_sum, max_weight = sum_and_max_weight(function, inputs.weight, len(inputs.rows))
+    num_sides = 2 if options.spec.symmetric and inputs.columns is not None else 1  # that the weights are for
     return RankInfo(
         rows=tuple([0 if x is None else len(x) for x in inputs.features]),
         dtypes=tuple([inputs.rows.dtype if x is None else x.dtype for x in inputs.features]),
         ids=(inputs.row_ids is not None, column_ids is not None, inputs.negative_ids is not None),
-        weights=sum_and_max_weight(function, inputs.weight, len(inputs.rows)),
+        weights=(weight_sum * num_sides, max_weight),
         max_norms=max_norms(inputs, options),
         id_range=id_range(inputs, options),
         needs=options.needs,

@@ -95,12 +95,9 @@ class _Refuse(torch.autograd.Function):
 
 # ---- the same as operators
 
-_INPUTS = (
-    "Tensor rows, Tensor? columns, Tensor? negatives, Tensor scale, Tensor? bias, "
-    "Tensor? row_ids, Tensor? column_ids, Tensor? negative_ids, Tensor? positives, Tensor? weight, "
-    "Tensor? anchor, str options"
-)
-_SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor facts"
+_INPUTS = ", ".join(f"Tensor? {name}" for name in (*LossInputs._fields, "anchor")) + ", str options"
+_SAVED = ", ".join(f"Tensor {name}" for name in (*SavedTensors._fields, "facts"))
+_SIX_TENSORS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 def pack(facts: SavedFacts) -> Tensor:
@@ -113,11 +110,7 @@ def unpack(packed: Tensor) -> SavedFacts:
     return facts
 
 
-@torch.library.custom_op(
-    "megabatch::contrast",
-    mutates_args=(),
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_SIX_TENSORS}")
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     """value, stats, *SavedTensors, SavedFacts as a tensor on the CPU."""
     *tensors, _, code = arguments
@@ -149,7 +142,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "megabatch::contrast_backward",
     mutates_args=(),
-    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> {_SIX_TENSORS}",
 )
 def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""

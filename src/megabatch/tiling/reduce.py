@@ -14,16 +14,13 @@ def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tens
     """The value, the statistics, and what the mean divides by. None where a sum of exponentials has underflowed."""
     spec, options, layout = call.spec, call.options, call.layout
     num_rows = sum(map(len, layout.rows))
-    rows = state if spec.symmetric or spec.column_loss else state.slice(0, num_rows)
+    rows = state if spec.two_sided else state.slice(0, num_rows)
     losses = rows.losses(spec)
-    if spec.column_loss and call.inputs.weight is None and options.reduction != "none":
-        sums = [losses.sum() / 2]
-    else:
-        if spec.column_loss:
-            losses = (losses[:num_rows] + losses[num_rows:]) / 2
-        if call.inputs.weight is not None:
-            losses = losses * call.weights
-        sums = [losses.sum()]
+    if spec.column_loss:
+        losses = losses.view(2, num_rows).mean(0)
+    if call.inputs.weight is not None:
+        losses = losses * call.weights
+    sums = [losses.sum()]
     if call.shift > 0:
         sums.append((rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64))
     if not spec.has_targets:
@@ -35,7 +32,7 @@ def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tens
         sums = list(call.ranks.all_sum(torch.stack(sums)).unbind())
     if call.shift > 0 and sums.pop(1).item():
         return None
-    denominator: Tensor | float = call.handshake.weight_sum * len(layout.rows)
+    denominator: Tensor | float = call.handshake.weight_sum
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
         denominator = torch.where(sums[1] == 0, 1.0, sums[1])
     mean = sums[0] / denominator
