@@ -9,10 +9,7 @@ import torch.distributed as dist
 
 import megabatch
 from megabatch.distributed.ranks import NUMBERS, Ranks
-from megabatch.tiling.engine import SavedFacts
 from megabatch.tiling.handshake import DTYPES, RankInfo
-from megabatch.tiling.operators import pack, unpack
-from megabatch.tiling.plan import Plan
 
 from .ranks import Pool
 
@@ -47,11 +44,6 @@ def test_what_a_rank_brings_survives_the_message(info: RankInfo) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_features_has_a_number(dtype: torch.dtype) -> None:
     assert RankInfo.decode(RankInfo(dtypes=(dtype,) * 3).encode()).dtypes == (dtype,) * 3
-
-
-def test_what_ranks_brought_survives_from_a_compiled_forward_to_its_backward() -> None:
-    saved = SavedFacts(Plan(8, 16, False, 2), math.nan, 7, True, [INFO, RankInfo(), INFO])
-    assert repr(unpack(pack(saved))) == repr(saved)
 
 
 def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], int]:

@@ -30,14 +30,7 @@ class Call:
         """A backward comes with plan and shift of its forward: made anew they might differ."""
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
-        self.layout = Layout(
-            inputs,
-            self.spec,
-            self.ranks,
-            handshake.infos,
-            normalize=bool(options.normalize),
-            overlap=options.overlap,
-        )
+        self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
         operand_dtype = self._operand_dtype()
         self.sum_for_scale = self._sum_for_scale(operand_dtype)
@@ -86,11 +79,12 @@ class Call:
         """Whether columns are exchanged all at once."""
         if self.options.exchange != "auto" or self.ranks.size == 1:
             return self.options.exchange == "gather"
-        infos = self.handshake.infos
+        infos, layout = self.handshake.infos, self.layout
+        num_columns = sum(info.rows[index] for info in infos for index in layout.column_inputs)
         features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
-        return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
+        return num_columns * layout.width * (features + gradients) <= budget
 
     def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""
@@ -147,13 +141,12 @@ class Call:
     def attach_state(self, table: Tensor | None = None) -> State:
         """Give every block its part of the statistics, by default of no columns."""
         names = state_fields(self.spec, self.options.return_stats)
-        blocks = self.layout.blocks
-        lengths = [len(block) for block in blocks]
+        lengths = [len(block) for block in self.layout.blocks]
         if table is None:
             state = State.neutral(names, sum(lengths), self.layout.device, self.shift)
         else:
             state = State(names, table)
-        for block, part in zip(blocks, state.split(lengths), strict=True):
+        for block, part in zip(self.layout.blocks, state.split(lengths), strict=True):
             block.state = part
         return state
 

@@ -8,37 +8,28 @@ from torch import Tensor
 from ..backends import workspace
 from ..losses.state import OWN_MAX
 from .call import Call
-from .gradients import Gradients, as_inputs, finish_gradients, rescaled
 from .handshake import Handshake, RankInfo
 from .options import LossInputs, LossOptions
 from .plan import Plan
-from .reduce import reduce_losses
+from .results import Gradients, as_inputs, finish_gradients, reduce_losses, rescaled
 
 
-class SavedTensors(NamedTuple):
-    """What the forward leaves on the device for the backward.
+class Saved(NamedTuple):
+    """What a forward leaves for its backward: tensors on the device, and the rest on the host.
 
     Attributes:
         state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
         scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
-    """
-
-    state: Tensor
-    kept: Tensor
-    scalars: Tensor
-
-
-class SavedFacts(NamedTuple):
-    """What the forward leaves on the host for the backward.
-
-    Attributes:
         shift: Of all logits, or OWN_MAX.
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
         infos: What the ranks brought to the forward. Not the handshake: a group must not live as long as the loss.
     """
 
+    state: Tensor
+    kept: Tensor
+    scalars: Tensor
     plan: Plan
     shift: float
     forward_number: int
@@ -46,7 +37,7 @@ class SavedFacts(NamedTuple):
     infos: list[RankInfo]
 
 
-def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedFacts]:
+def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, Saved]:
     """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
     handshake = Handshake.of_forward(inputs, options)
     call = Call(inputs, options, handshake)
@@ -70,8 +61,9 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
         if not spec.has_targets:
             state.fill_empty_rows()
-    facts = SavedFacts(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), handshake.infos)
-    return value, stats, SavedTensors(state.table, kept, scalars), facts
+    number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
+    saved = Saved(state.table, kept, scalars, plan, call.shift, number, joins_backward, handshake.infos)
+    return value, stats, saved
 
 
 def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
@@ -96,14 +88,12 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     return gradients, finish_gradients(call, 1.0, call.handshake.weight_sum)
 
 
-def backward(
-    inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors, facts: SavedFacts
-) -> Gradients:
+def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: Saved) -> Gradients:
     """The gradient of every input that needs one."""
-    if facts.plan.one_pass:
+    if saved.plan.one_pass:
         return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
-    handshake = Handshake.of_backward(inputs, options, facts.infos, upstream, facts.forward_number)
-    call = Call(inputs, options, handshake, facts.plan, facts.shift)
+    handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
+    call = Call(inputs, options, handshake, saved.plan, saved.shift)
     layout, spec = call.layout, call.spec
     call.attach_state(saved.state)
     for side in (layout.rows, layout.columns)[: spec.directions]:

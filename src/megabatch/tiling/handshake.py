@@ -139,22 +139,6 @@ class Handshake:
     def _check_together(self, symmetric: bool) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function, infos = self.ranks.function, self.infos
-        if len(infos) > 1:
-            self._check_ranks(symmetric)
-        if not 0 < self.weight_sum < math.inf:
-            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
-        low, high = min(info.id_range[0] for info in infos), max(info.id_range[1] for info in infos)
-        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
-        if low == high and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
-            warn_once(
-                function,
-                "ids",
-                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
-                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
-            )
-
-    def _check_ranks(self, symmetric: bool) -> None:
-        function, infos = self.ranks.function, self.infos
         if not any(info.rows[0] or (symmetric and info.rows[1]) for info in infos):
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
@@ -176,6 +160,17 @@ class Handshake:
             raise ValueError(
                 f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
                 "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
+            )
+        if not 0 < self.weight_sum < math.inf:
+            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
+        low, high = min(info.id_range[0] for info in infos), max(info.id_range[1] for info in infos)
+        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
+        if low == high and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
+            warn_once(
+                function,
+                "ids",
+                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
+                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
             )
 
 

@@ -43,7 +43,6 @@ class Layout:
         spec: Spec,
         ranks: Ranks,
         infos: Sequence[RankInfo],
-        *,
         normalize: bool = False,
         overlap: bool = True,
         gathers: bool = False,
@@ -80,11 +79,6 @@ class Layout:
         return blocks
 
     # ---- who holds what
-
-    @property
-    def num_columns(self) -> int:
-        """Of all ranks."""
-        return sum(info.rows[index] for info in self.infos for index in self.column_inputs)
 
     def remote_lengths(self) -> list[int]:
         """Of the blocks of columns that come by."""
@@ -142,9 +136,8 @@ class Layout:
         return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
-        """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
-        halve = self.spec.symmetric and self.ranks.size % 2 == 0
-        blocks = [half for block in self.rows for half in _split_in_two(block)] if halve else self.rows
+        """Of a symmetric loss on an even number of ranks, no strip is in both parts of its rows: see below."""
+        blocks = _two_parts(self.rows) if self.spec.symmetric and self.ranks.size % 2 == 0 else self.rows
         rows = [strip for block in blocks for strip in block.strips(height)]
         if self.spec.symmetric:
             return rows, rows
@@ -154,13 +147,12 @@ class Layout:
         self, owner: int, rows: list[Block], columns: list[Block], width: int
     ) -> tuple[list[Block], list[Block]]:
         """This rank's part of what lies between it and another. Opposite ranks of a symmetric loss meet twice: the
-        lower one takes all its rows and the first half of the columns, the other the second half of its rows."""
+        lower one takes all its rows and the first part of the columns, the other the second part of its rows."""
         if self.spec.symmetric and 2 * abs(self.ranks.rank - owner) == self.ranks.size:
             if self.ranks.rank < owner:
-                columns = [_split_in_two(block)[0] for block in columns]
+                columns = _two_parts(columns)[:1]
             else:
-                ends = [(block.offset + len(block) // 2, block.offset + len(block)) for block in self.rows]
-                rows = [strip for strip in rows if any(start <= strip.offset < end for start, end in ends)]
+                rows = [strip for strip in rows if strip.offset >= _two_parts(self.rows)[1].offset]
         return rows, [strip for block in columns for strip in block.strips(width)]
 
 
@@ -170,9 +162,12 @@ def cross(rows: list[Block], columns: list[Block], symmetric: bool = False) -> I
         yield [Tile(strip, column, column is strip) for column in (columns[index:] if symmetric else columns)]
 
 
-def _split_in_two(block: Block) -> tuple[Block, Block]:
-    middle = len(block) // 2
-    return block.slice(0, middle), block.slice(middle, len(block))
+def _two_parts(blocks: list[Block]) -> list[Block]:
+    """The rows of a rank in a symmetric loss: its two inputs, or its only one in two."""
+    if len(blocks) != 1:
+        return blocks
+    (block,), middle = blocks, len(blocks[0]) // 2
+    return [block.slice(0, middle), block.slice(middle, len(block))]
 
 
 class PackedColumns:
