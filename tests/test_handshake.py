@@ -25,7 +25,6 @@ INFO = RankInfo(
     bias=-10.0,
     weights=(math.nan, 0.1),
     budget=2**52 + 1,
-    plan_may_fail=True,
 )
 
 

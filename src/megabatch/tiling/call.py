@@ -15,6 +15,8 @@ from .layout import Layout
 from .options import LossInputs, LossOptions
 from .plan import Plan, Sizes, make_plan
 
+WIDE = 2**16  # features, for which the default budget may not do
+
 
 class Call:
     """One forward or backward: where its rows are, the plan for its tiles, and the backend that computes them."""
@@ -33,7 +35,8 @@ class Call:
         self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
         operand_dtype = self._operand_dtype()
-        self.sum_for_scale = self._sum_for_scale(operand_dtype)
+        self.side_for_scale = self._side_for_scale(operand_dtype) if handshake.needs.scale else []
+        self.sum_for_scale = handshake.needs.scale and not self.side_for_scale
         self.shift = self.layout.shift = self._common_shift() if shift is None else shift
         self.plan = plan or self._make_plan(operand_dtype)
         self.backend: Backend = handshake.backend(
@@ -60,12 +63,14 @@ class Call:
         autocast: torch.dtype | None = getattr(torch, self.options.autocast_dtype, None)
         return autocast or self.inputs.rows.dtype
 
-    def _sum_for_scale(self, operand_dtype: torch.dtype) -> bool:
-        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
-        layout = self.layout
-        whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
-        exact = operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee"
-        return self.handshake.needs.scale and not (exact and whole)
+    def _side_for_scale(self, operand_dtype: torch.dtype) -> list[Block]:
+        """A side from whose gradients the scale's follows, because they are exact and, on all ranks, whole; or none."""
+        layout, infos = self.layout, self.handshake.infos
+        if operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee":
+            for side, which in ((layout.rows, layout.row_inputs), (layout.columns, layout.column_inputs)):
+                if all(info.needs[index] or not info.rows[index] for info in infos for index in which):
+                    return side
+        return []
 
     def _common_shift(self) -> float:
         """See Backend.common_shift. It follows from what all ranks know."""
@@ -107,7 +112,10 @@ class Call:
             plan = make_plan(self.options, sizes, one_pass)
         except ValueError as refused:
             error = refused.with_traceback(None)
-        self.handshake.agree_on_plan(error)
+        # No other plan can fail, and where one may, all ranks ask whether it did.
+        if error is not None or layout.width > WIDE or any(info.budget for info in layout.infos):
+            self.ranks.where += ", its second part"
+            self.ranks.handshake({}, error=error)
         return plan
 
     # ---- tiles and blocks

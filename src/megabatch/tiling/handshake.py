@@ -18,7 +18,6 @@ from .guards import EMPTY_RANGE, check_indices, check_scalars, id_range, max_nor
 from .options import LossInputs, LossOptions, Needs
 
 MANY_ROWS = 8  # fewer may have one id by chance
-WIDE = 2**16  # features
 SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
 PRECISION = "the precision of float32 products"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of features
@@ -34,7 +33,6 @@ class RankInfo(NamedTuple):
         grad_enabled: It records gradients: it can take part in a backward.
         weights: Sum and maximum of its rows' weights.
         budget: Bytes that it may take, if its caller named them; else 0.
-        plan_may_fail: Its caller chose a tile or a budget, or its rows are so wide that the default may not do.
     """
 
     rows: tuple[int, ...] = (0, 0, 0)
@@ -48,7 +46,6 @@ class RankInfo(NamedTuple):
     bias: float = 0.0
     weights: tuple[float, float] = (0.0, 0.0)
     budget: int = 0
-    plan_may_fail: bool = False
 
     def encode(self) -> list[float]:
         """As numbers, which is what a handshake can carry."""
@@ -57,7 +54,7 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def decode(cls, numbers: Iterable[float]) -> "RankInfo":
-        """The next one in these numbers. Its defaults say what each of them is."""
+        """Its defaults say what each of these numbers is."""
         rest = iter(numbers)
 
         def read(like: Any) -> Any:
@@ -128,21 +125,26 @@ class Handshake:
                 ranks.check_same("what the loss is multiplied by", upstreams, advice)
         return handshake
 
-    def agree_on_plan(self, error: ValueError | None) -> None:
-        """Raise what a rank has against its plan on all ranks, if any may have something."""
-        if any(info.plan_may_fail for info in self.infos):
-            self.ranks.where += ", its second part"
-            self.ranks.handshake({}, error=error)
-        elif error is not None:
-            raise error
-
     def _check_together(self, symmetric: bool) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function, infos = self.ranks.function, self.infos
-        if not any(info.rows[0] or (symmetric and info.rows[1]) for info in infos):
+        num_rows = sum([info.rows[0] for info in infos])
+        if not num_rows and not (symmetric and any(info.rows[1] for info in infos)):
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
             )
+        if not 0 < self.weight_sum < math.inf:
+            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
+        low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
+        if low == high and num_rows >= MANY_ROWS and not any(info.rows[2] and not info.ids[2] for info in infos):
+            warn_once(
+                function,
+                "ids",
+                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
+                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
+            )
+        if len(infos) == 1:
+            return
         if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):
             raise ValueError(
                 f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
@@ -160,17 +162,6 @@ class Handshake:
             raise ValueError(
                 f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
                 "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
-            )
-        if not 0 < self.weight_sum < math.inf:
-            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
-        low, high = min(info.id_range[0] for info in infos), max(info.id_range[1] for info in infos)
-        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
-        if low == high and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
-            warn_once(
-                function,
-                "ids",
-                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
-                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
             )
 
 
@@ -197,7 +188,6 @@ def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
         scale=scale,
         bias=bias,
         budget=options.memory_budget or 0,
-        plan_may_fail=options.memory_budget is not None or options.tile is not None or inputs.rows.shape[1] > WIDE,
     )
 
 

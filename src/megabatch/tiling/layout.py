@@ -85,10 +85,6 @@ class Layout:
         owners = ((self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1))
         return [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
 
-    def all_need(self, which: tuple[int, ...]) -> bool:
-        """Whether every row of these inputs, on every rank, gets a gradient."""
-        return all(info.needs[index] or not info.rows[index] for info in self.infos for index in which)
-
     # ---- the walk over tiles
 
     def strips(

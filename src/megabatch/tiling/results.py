@@ -72,7 +72,7 @@ def _statistics(call: Call, rows: State, columns: State) -> list[Tensor]:
 
 def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor | float) -> Tensor:
     """From A to the gradients of features, in place; those of scale and bias are returned."""
-    options, ranks, layout, sums = call.options, call.ranks, call.layout, call.backend.scalar_sums
+    options, ranks, sums = call.options, call.ranks, call.backend.scalar_sums
     factor = upstream * (call.handshake.largest_row_grad / call.spec.directions)
     if options.reduction == "mean":
         factor = factor / denominator
@@ -81,11 +81,9 @@ def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor |
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
     coefficient = factor * (call.scale * (ranks.size if averaged else 1))
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
-    side = layout.rows if layout.all_need(layout.row_inputs) else layout.columns
-    summed = side if call.handshake.needs.scale and not call.sum_for_scale else []
     alpha = 0.5 if call.spec.symmetric else 1.0
     for block in call.needing:
-        is_summed = any(block is other for other in summed)
+        is_summed = any(block is other for other in call.side_for_scale)
         for strip in block.strips(strip_height(block.features)):
             assert strip.grad is not None
             if is_summed or strip.inverse_norm is not None:
