@@ -82,6 +82,8 @@ def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor |
     coefficient = factor * (call.scale * (ranks.size if averaged else 1))
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
     alpha = 0.5 if call.spec.symmetric else 1.0
+    if call.side_for_scale:
+        sums[0].zero_()  # Triton's kernels sum it over the tiles, too
     for block in call.needing:
         is_summed = any(block is other for other in call.side_for_scale)
         for strip in block.strips(strip_height(block.features)):
