@@ -10,8 +10,6 @@ import torch.distributed as dist
 import megabatch
 from megabatch.distributed.ranks import NUMBERS, Ranks
 from megabatch.tiling.handshake import DTYPES, RankInfo
-from megabatch.tiling.plan import Plan
-from megabatch.tiling.saved import SavedNumbers
 
 from .ranks import Pool
 
@@ -27,7 +25,6 @@ INFO = RankInfo(
     bias=-10.0,
     weights=(math.nan, 0.1),
     budget=2**52 + 1,
-    plan_may_fail=True,
 )
 
 
@@ -46,12 +43,6 @@ def test_what_a_rank_brings_survives_the_message(info: RankInfo) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_features_has_a_number(dtype: torch.dtype) -> None:
     assert RankInfo.decode(RankInfo(dtypes=(dtype,) * 3).encode()).dtypes == (dtype,) * 3
-
-
-def test_what_ranks_brought_survives_from_a_compiled_forward_to_its_backward() -> None:
-    saved = SavedNumbers(Plan(8, 16, False, 2), 7, True, math.nan, 3.0, [0.5, 2.0], [INFO, RankInfo(), INFO])
-    found = SavedNumbers.unpack(saved.pack())
-    assert repr(found) == repr(saved)
 
 
 def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], int]:

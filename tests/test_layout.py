@@ -9,7 +9,6 @@ import torch
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block
 from megabatch.losses.spec import Spec
-from megabatch.tiling.guards import Norms
 from megabatch.tiling.handshake import RankInfo
 from megabatch.tiling.layout import Layout, cross
 from megabatch.tiling.options import LossInputs
@@ -20,7 +19,6 @@ NEGATIVES = [2, 4, 0, 1, 0, 3]
 
 def layouts(spec: Spec, num_ranks: int, negatives: bool) -> list[Layout]:
     """Of every rank, as if they had exchanged what they hold."""
-    norms = Norms((None,) * 3, (1.0,) * 3)
     infos = [
         RankInfo((rows, rows, extra if negatives else 0), (torch.float32,) * 3, (False,) * 3, (1.0,) * 3)
         for rows, extra in zip(ROWS[:num_ranks], NEGATIVES, strict=False)
@@ -30,7 +28,7 @@ def layouts(spec: Spec, num_ranks: int, negatives: bool) -> list[Layout]:
         rows, columns, extra = (torch.zeros(length, 2) for length in info.rows)
         inputs = LossInputs(rows, columns, extra if negatives else None)
         ranks: Any = SimpleNamespace(rank=rank, size=num_ranks)
-        found.append(Layout(inputs, spec, norms, ranks, infos))
+        found.append(Layout(inputs, spec, ranks, infos))
     return found
 
 

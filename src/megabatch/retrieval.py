@@ -15,7 +15,7 @@ from .distributed.ranks import Ranks, refuse_together
 from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
-from .tiling.guards import Norms, check_indices, inverse_norms, row_norms
+from .tiling.guards import check_indices, row_norms
 from .tiling.handshake import RankInfo, feature_facts
 from .tiling.layout import Layout
 from .tiling.options import LossInputs, compute_dtype
@@ -150,7 +150,6 @@ class _Search:
         chosen = select(name, options["backend"], query.device, query.dtype)
         self.budget = self.options["memory_budget"] or chosen.default_budget
         norms = row_norms(query), row_norms(key)
-        self.inverse = tuple(inverse_norms(x) for x in norms) if self.normalize else (None, None)
         self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
@@ -180,9 +179,9 @@ class _Search:
         self.layout = Layout(
             inputs,
             Spec("softmax"),
-            Norms((*self.inverse, None), mine.max_norms),
             self.ranks,
             infos,
+            normalize=self.normalize,
             overlap=self.options["overlap"],
             gathers=fits if exchange == "auto" else exchange == "gather",
         )

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..backends.backend import Backend, float32_precision
 from ..losses.block import Block, Tile
 from ..losses.state import State, state_fields
-from .guards import Norms
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
 from .plan import Plan, Sizes, make_plan
+
+WIDE = 2**16  # features, for which the default budget may not do
 
 
 class Call:
@@ -24,7 +25,6 @@ class Call:
         self,
         inputs: LossInputs,
         options: LossOptions,
-        norms: Norms,
         handshake: Handshake,
         plan: Plan | None = None,
         shift: float | None = None,
@@ -32,10 +32,11 @@ class Call:
         """A backward comes with plan and shift of its forward: made anew they might differ."""
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
-        self.layout = Layout(inputs, self.spec, norms, self.ranks, handshake.infos, overlap=options.overlap)
+        self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
         operand_dtype = self._operand_dtype()
-        self.sum_for_scale = self._sum_for_scale(operand_dtype)
+        self.side_for_scale = self._side_for_scale(operand_dtype) if handshake.needs.scale else []
+        self.sum_for_scale = handshake.needs.scale and not self.side_for_scale
         self.shift = self.layout.shift = self._common_shift() if shift is None else shift
         self.plan = plan or self._make_plan(operand_dtype)
         self.backend: Backend = handshake.backend(
@@ -62,12 +63,14 @@ class Call:
         autocast: torch.dtype | None = getattr(torch, self.options.autocast_dtype, None)
         return autocast or self.inputs.rows.dtype
 
-    def _sum_for_scale(self, operand_dtype: torch.dtype) -> bool:
-        """Whether the scale's gradient is summed tile by tile: where no side has whole and exact feature gradients."""
-        layout = self.layout
-        whole = layout.all_need(layout.row_inputs) or layout.all_need(layout.column_inputs)
-        exact = operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee"
-        return self.handshake.needs.scale and not (exact and whole)
+    def _side_for_scale(self, operand_dtype: torch.dtype) -> list[Block]:
+        """A side from whose gradients the scale's follows, because they are exact and, on all ranks, whole; or none."""
+        layout, infos = self.layout, self.handshake.infos
+        if operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee":
+            for side, which in ((layout.rows, layout.row_inputs), (layout.columns, layout.column_inputs)):
+                if all(info.needs[index] or not info.rows[index] for info in infos for index in which):
+                    return side
+        return []
 
     def _common_shift(self) -> float:
         """See Backend.common_shift. It follows from what all ranks know."""
@@ -81,11 +84,12 @@ class Call:
         """Whether columns are exchanged all at once."""
         if self.options.exchange != "auto" or self.ranks.size == 1:
             return self.options.exchange == "gather"
-        infos = self.handshake.infos
+        infos, layout = self.handshake.infos, self.layout
+        num_columns = sum(info.rows[index] for info in infos for index in layout.column_inputs)
         features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
-        return self.layout.num_columns * self.layout.width * (features + gradients) <= budget
+        return num_columns * layout.width * (features + gradients) <= budget
 
     def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""
@@ -98,7 +102,7 @@ class Call:
             width=layout.width,
             element=layout.dtype.itemsize,
             operand=operand_dtype.itemsize,
-            copied=layout.normalized or any(x.dtype != operand_dtype or x.stride(1) != 1 for x in features),
+            copied=layout.normalize or any(x.dtype != operand_dtype or x.stride(1) != 1 for x in features),
             sum_for_scale=self.sum_for_scale,
             backend=self.handshake.backend,
             threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
@@ -108,26 +112,27 @@ class Call:
             plan = make_plan(self.options, sizes, one_pass)
         except ValueError as refused:
             error = refused.with_traceback(None)
-        self.handshake.agree_on_plan(error)
+        # No other plan can fail, and where one may, all ranks ask whether it did.
+        if error is not None or layout.width > WIDE or any(info.budget for info in layout.infos):
+            self.ranks.where += ", its second part"
+            self.ranks.handshake({}, error=error)
         return plan
 
     # ---- tiles and blocks
 
-    def strips(self, brought: tuple[str, ...] = (), collected: str = "") -> Iterator[list[Tile]]:
-        return self.layout.strips(self.plan.rows, self.plan.columns, brought, collected)
-
     def tiles(
         self, kept: Tensor, brought: tuple[str, ...] = (), collected: str = ""
     ) -> Iterator[tuple[Tile, Tensor | None]]:
-        """Every tile, with its part of what is kept."""
-        size = self.plan.slot_size
-        for index, tile in enumerate(chain.from_iterable(self.strips(brought, collected))):
-            yield tile, kept[index * size : (index + 1) * size] if index < self.plan.kept else None
+        """Every tile, with its part of what is kept. See Layout.strips."""
+        plan, size = self.plan, self.plan.slot_size
+        strips = self.layout.strips(plan.rows, plan.columns, brought, collected)
+        for index, tile in enumerate(chain.from_iterable(strips)):
+            yield tile, kept[index * size : (index + 1) * size] if index < plan.kept else None
 
     @cached_property
     def needing(self) -> list[Block]:
         """The blocks whose features need a gradient."""
-        return [block for block, need in zip(self.layout.feature_blocks(), self.options.needs, strict=False) if need]
+        return [block for block, need in zip(self.layout.blocks, self.options.needs, strict=False) if need]
 
     @cached_property
     def row_weight(self) -> Tensor:
@@ -135,33 +140,30 @@ class Call:
         weight, rows = self.inputs.weight, self.inputs.rows
         return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
 
-    def weights(self, side: list[Block]) -> Tensor:
-        """The weight of every row of a side that has losses."""
-        return self.row_weight.repeat(len(side)) if len(side) > 1 else self.row_weight
+    @cached_property
+    def weights(self) -> Tensor:
+        """The weight of every row that has a loss."""
+        inputs = len(self.layout.rows)
+        return self.row_weight.repeat(inputs) if inputs > 1 else self.row_weight
 
     def attach_state(self, table: Tensor | None = None) -> State:
         """Give every block its part of the statistics, by default of no columns."""
         names = state_fields(self.spec, self.options.return_stats)
-        blocks = self.layout.feature_blocks()
-        lengths = [len(block) for block in blocks]
+        lengths = [len(block) for block in self.layout.blocks]
         if table is None:
             state = State.neutral(names, sum(lengths), self.layout.device, self.shift)
         else:
             state = State(names, table)
-        for block, part in zip(blocks, state.split(lengths), strict=True):
+        for block, part in zip(self.layout.blocks, state.split(lengths), strict=True):
             block.state = part
         return state
 
     def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
         """d objective / d (loss of every row), up to a factor common to all."""
-        row_grad, largest = self.weights(side), self.handshake.largest_row_grad
-        if not self.spec.has_targets:
-            row_grad = torch.cat([block.state.where_positives(self.spec, self.row_weight) for block in side])
-        if upstream is not None:
-            row_grad = row_grad * upstream
-        if largest != 1:
-            row_grad = row_grad / largest
-        parts = torch.split(row_grad, list(map(len, side))) if len(side) > 1 else [row_grad]
-        for block, part in zip(side, parts, strict=True):
-            block.row_grad = part
+        largest = self.handshake.largest_row_grad
+        for index, block in enumerate(side):
+            row_grad = block.state.where_positives(self.spec, self.row_weight)
+            if upstream is not None:
+                row_grad = row_grad * upstream.view(len(side), -1)[index]
+            block.row_grad = row_grad if largest == 1 else row_grad / largest
             block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets

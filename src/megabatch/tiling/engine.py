@@ -1,28 +1,46 @@
 """The forward and the backward of a call on plain tensors: below autograd, above the tiles."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..backends import workspace
 from ..losses.state import OWN_MAX
 from .call import Call
-from .gradients import Gradients, as_inputs, finish_gradients, rescaled
-from .guards import Norms, inverse_norms, measure_norms, row_norms
-from .handshake import Handshake
+from .handshake import Handshake, RankInfo
 from .options import LossInputs, LossOptions
-from .reduce import reduce_losses
-from .saved import SavedNumbers, SavedTensors
+from .plan import Plan
+from .results import Gradients, as_inputs, finish_gradients, reduce_losses, rescaled
 
 
-def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, SavedTensors, SavedNumbers]:
+class Saved(NamedTuple):
+    """What a forward leaves for its backward: tensors on the device, and the rest on the host.
+
+    Attributes:
+        state: The statistics of the rows and then, unless they are the same, of the columns.
+        kept: The logits that the plan keeps or, after one pass, the gradients of the features.
+        scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
+        shift: Of all logits, or OWN_MAX.
+        forward_number: Of the forward among the handshakes of its group.
+        joins_backward: Some rank needs a gradient.
+        infos: What the ranks brought to the forward. Not the handshake: a group must not live as long as the loss.
+    """
+
+    state: Tensor
+    kept: Tensor
+    scalars: Tensor
+    plan: Plan
+    shift: float
+    forward_number: int
+    joins_backward: bool
+    infos: list[RankInfo]
+
+
+def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, Saved]:
     """The loss, its statistics, and what the backward needs: the gradients themselves, where the plan says so."""
-    norms, error = Norms(), None
-    try:
-        norms = measure_norms(inputs, options)
-    except Warning as raised:  # which the user turned into an error: on all ranks, then
-        error = raised.with_traceback(None)
-    handshake = Handshake.of_forward(inputs, options, norms, error)
-    call = Call(inputs, options, norms, handshake)
+    handshake = Handshake.of_forward(inputs, options)
+    call = Call(inputs, options, handshake)
     plan, spec, layout = call.plan, call.spec, call.layout
     # What other ranks add up for this rank's columns: their state, where columns have one.
     collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
@@ -37,15 +55,15 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
                 call.backend.accumulate_statistics(tile, slot)
         result = reduce_losses(call, state)
         if result is None:  # one shift for all logits was too much for one of the rows
-            call = Call(inputs, options, norms, handshake, plan, shift=OWN_MAX)
+            call = Call(inputs, options, handshake, plan, shift=OWN_MAX)
     value, stats, denominator = result
     if not plan.one_pass:
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
         if not spec.has_targets:
             state.fill_empty_rows()
-    # Not the handshake itself: a group must not live as long as the loss.
-    numbers = SavedNumbers(plan, call.shift, call.ranks.num_handshakes, any(handshake.needs), handshake.infos)
-    return value, stats, SavedTensors(state.table, kept, scalars), numbers
+    number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
+    saved = Saved(state.table, kept, scalars, plan, call.shift, number, joins_backward, handshake.infos)
+    return value, stats, saved
 
 
 def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
@@ -59,7 +77,7 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     call.attach_row_grads(layout.rows)
     size = call.plan.slot_size
     memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
-    for strip in call.strips():
+    for strip in layout.strips(call.plan.rows, call.plan.columns):
         # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
         for tiles in [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]:
             slots = list(zip(tiles, torch.split(memory[: len(tiles) * size], size), strict=True))
@@ -67,23 +85,15 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
-    factor = call.handshake.largest_row_grad / spec.directions
-    if call.options.reduction == "mean":
-        factor /= call.handshake.weight_sum * len(layout.rows)
-    return gradients, finish_gradients(call, factor)
+    return gradients, finish_gradients(call, 1.0, call.handshake.weight_sum)
 
 
-def backward(
-    inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: SavedTensors, numbers: SavedNumbers
-) -> Gradients:
+def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: Saved) -> Gradients:
     """The gradient of every input that needs one."""
-    if numbers.plan.one_pass:
-        return rescaled(inputs, options, upstream, saved)
-    norms = Norms()
-    if options.normalize:
-        norms = Norms(tuple(None if x is None else inverse_norms(row_norms(x)) for x in inputs.features))
-    handshake = Handshake.of_backward(inputs, options, numbers.infos, upstream, numbers.forward_number)
-    call = Call(inputs, options, norms, handshake, numbers.plan, numbers.shift)
+    if saved.plan.one_pass:
+        return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
+    handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
+    call = Call(inputs, options, handshake, saved.plan, saved.shift)
     layout, spec = call.layout, call.spec
     call.attach_state(saved.state)
     for side in (layout.rows, layout.columns)[: spec.directions]:
@@ -96,11 +106,9 @@ def backward(
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)
-    factor: Tensor | float = handshake.largest_row_grad / spec.directions
-    if options.reduction == "mean":
-        factor = factor / (saved.scalars if len(saved.scalars) else handshake.weight_sum * len(layout.rows))
+    factor: Tensor | float = 1.0
     if options.reduction != "none":
-        factor = factor * (upstream.item() if layout.device.type == "cpu" else upstream.double())
-    scalars = finish_gradients(call, factor)
+        factor = upstream.item() if layout.device.type == "cpu" else upstream.double()
+    scalars = finish_gradients(call, factor, saved.scalars if len(saved.scalars) else handshake.weight_sum)
     features = [block.grad for block in call.needing if block.grad is not None]
     return as_inputs(inputs, options, features, scalars)

@@ -6,7 +6,8 @@ have arrived: the host never waits for it.
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,18 @@ from .options import LossInputs, LossOptions, compute_dtype
 
 LARGEST_INVERSE_NORM = 1e12  # as torch.nn.functional.normalize
 UNIT_NORM = 1.001  # no normalised row is longer, whatever it was rounded to
-MANY_ROWS = 8  # fewer may have one id by chance
+EMPTY_RANGE = (math.inf, -math.inf)
+
+Range = tuple[float, float]  # smallest and largest
 
 _warned: set[tuple[str, str]] = set()  # functions, and what they have warned of
 _pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # likewise: a range, and the event of its arrival
 
 
-def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: float) -> None:
-    function = options.function
+# ---- values
+
+
+def check_scalars(function: str, scale: float, bias: float) -> None:
     if not math.isfinite(scale):
         raise ValueError(
             f"{function}: logit_scale (1 / temperature) must be finite, got {scale}. Clamp it, as CLIP does "
@@ -30,14 +35,6 @@ def check_values(inputs: LossInputs, options: LossOptions, scale: float, bias: f
         )
     if not math.isfinite(bias):
         raise ValueError(f"{function}: logit_bias must be finite, got {bias}.")
-    if inputs.weight is not None and len(inputs.weight):
-        low, high = _range([inputs.weight])
-        if not 0 <= low <= high < math.inf:
-            raise ValueError(
-                f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
-            )
-    if inputs.positives is not None and inputs.columns is not None:
-        check_indices(function, "positives", inputs.positives, len(inputs.columns))
 
 
 def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> None:
@@ -47,38 +44,18 @@ def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> N
             raise ValueError(f"{function}: {name} must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
 
 
+def sum_and_max_weight(function: str, weight: Tensor | None, num_rows: int) -> tuple[float, float]:
+    if weight is None or not num_rows:
+        return float(num_rows), float(num_rows > 0)
+    low, high = (bound.item() for bound in weight.aminmax())
+    if not 0 <= low <= high < math.inf:
+        raise ValueError(
+            f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
+        )
+    return weight.double().sum().item(), high
+
+
 # ---- lengths of rows
-
-
-class Norms(NamedTuple):
-    """Of the rows of each feature input: 1 / length where rows are normalised, and a bound of their lengths."""
-
-    inverse: tuple[Tensor | None, ...] = (None, None, None)
-    largest: tuple[float, ...] = (math.inf, math.inf, math.inf)
-
-
-def measure_norms(inputs: LossInputs, options: LossOptions) -> Norms:
-    """Warns of likely mistakes on the way."""
-    watched = options.normalize is None and (options.function, "norms") not in _warned
-    if not options.group and (ids := watched_ids(inputs, options)):  # with a group, in the handshake
-        _watch(options.function, "ids", ids)
-    if options.normalize:
-        norms = (None if x is None else inverse_norms(row_norms(x)) for x in inputs.features)
-        return Norms(tuple(norms), (UNIT_NORM,) * 3)
-    if inputs.rows.device.type == "cpu":
-        ranges = [_range([row_norms(x)]) if x is not None and len(x) else None for x in inputs.features]
-        lows, highs = zip(*filter(None, ranges), strict=True) if any(ranges) else ((1.0,), (1.0,))
-        if watched:
-            warn_of_range(options.function, "norms", min(lows), max(highs))
-        return Norms(largest=tuple(bounds[1] if bounds else 0.0 for bounds in ranges))
-    if watched:
-        _watch(options.function, "norms", [row_norms(x) for x in inputs.features if x is not None and len(x)])
-    return Norms()
-
-
-def inverse_norms(norms: Tensor) -> Tensor:
-    """What makes every row one of unit length."""
-    return norms.reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
 
 
 def row_norms(features: Tensor) -> Tensor:
@@ -90,62 +67,68 @@ def row_norms(features: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(x.to(dtype), dim=1) for x in strips])
 
 
+def inverse_norms(features: Tensor) -> Tensor:
+    """What makes every row one of unit length."""
+    return row_norms(features).reciprocal().clamp_max_(LARGEST_INVERSE_NORM)
+
+
 def strip_height(features: Tensor) -> int:
     """Rows at a time where features are read outside of tiles: about 1 MiB in float32."""
     return max(1, 2**18 // features.shape[1])
 
 
+def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
+    """Bounds of the lengths of the rows of each feature input, as multiplied. Warns of rows that may have been meant to
+    be normalised."""
+    if options.normalize:
+        return (UNIT_NORM,) * 3
+    function, on_cpu = options.function, inputs.rows.device.type == "cpu"
+    watched = options.normalize is None and (function, "norms") not in _warned
+    if not on_cpu and not watched:
+        return (math.inf,) * 3
+    norms = [[row_norms(x)] if x is not None and len(x) else [] for x in inputs.features]
+    vectors = norms if on_cpu else [list(chain.from_iterable(norms))]
+    lows, highs = zip(*(_range(function, "norms", x) for x in vectors), strict=True)
+    if watched and max(1 - min(lows), max(highs) - 1) > 0.01:
+        warn_once(
+            function,
+            "norms",
+            f"rows are not of unit length, but from {min(lows):.4g} to {max(highs):.4g}. Pass normalize=True for "
+            "cosine similarity, or normalize=False if dot products are meant.",
+        )
+    return tuple(max(high, 0.0) for high in highs) if on_cpu else (math.inf,) * 3
+
+
 # ---- warnings
 
 
-def watched_ids(inputs: LossInputs, options: LossOptions) -> list[Tensor]:
-    """The ids whose equality would leave nothing to learn from, unless that has been said."""
-    few = not options.group and len(inputs.rows) < MANY_ROWS
-    unmasked = inputs.negatives is not None and inputs.negative_ids is None
-    if options.spec.id_rule != "mask" or few or unmasked or (options.function, "ids") in _warned:
-        return []
-    return [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
+def id_range(inputs: LossInputs, options: LossOptions) -> Range:
+    """Only all ranks together know whether all ids are equal, and those of a GPU arrive when they do."""
+    unknown = options.group and inputs.rows.device.type != "cpu"
+    if options.spec.id_rule != "mask" or unknown or (options.function, "ids") in _warned:
+        return EMPTY_RANGE
+    ids = (inputs.row_ids, inputs.column_ids, inputs.negative_ids)
+    return _range(options.function, "ids", [x for x in ids if x is not None and len(x)])
 
 
-def id_range(inputs: LossInputs, options: LossOptions) -> tuple[float, float] | None:
-    """For the handshake: only all ranks together know whether all ids are equal."""
-    ids = watched_ids(inputs, options) if options.group and inputs.rows.device.type == "cpu" else []
-    return _range(ids) if ids else None
-
-
-def _range(vectors: list[Tensor]) -> tuple[float, float]:
-    """The smallest and the largest of all numbers, on the CPU."""
-    lows, highs = zip(*(x.aminmax() for x in vectors), strict=True)
-    return min(low.item() for low in lows), max(high.item() for high in highs)
-
-
-def _watch(function: str, name: str, vectors: list[Tensor]) -> None:
-    """Warn of a range that looks like a mistake: at once on the CPU, elsewhere when it has arrived, in a later call."""
-    device = vectors[0].device.type if vectors else ""
+def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
+    """Of all numbers: at once on the CPU, elsewhere that of an earlier call when it has arrived."""
+    device, key = vectors[0].device.type if vectors else "", (function, name)
     if device == "cpu":
-        warn_of_range(function, name, *_range(vectors))
-    elif device == "cuda" and (function, name) not in _pending:
+        lows, highs = zip(*(x.aminmax() for x in vectors), strict=True)
+        return min(low.item() for low in lows), max(high.item() for high in highs)
+    if device == "cuda" and key not in _pending:
         bounds = torch.stack([bound.double() for x in vectors for bound in x.aminmax()])
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arriving = torch.stack(bounds.aminmax()).to("cpu", non_blocking=True)
         event.record()
-        _pending[function, name] = arriving, event
-    elif device == "cuda" and _pending[function, name][1].query():
-        warn_of_range(function, name, *_pending.pop((function, name))[0].tolist())
+        _pending[key] = arriving, event
+    elif device == "cuda" and _pending[key][1].query():
+        low, high = _pending.pop(key)[0].tolist()
+        return low, high
+    return EMPTY_RANGE
 
 
-def warn_of_range(function: str, name: str, low: float, high: float) -> None:
-    if name == "norms" and max(abs(low - 1), abs(high - 1)) > 0.01:
-        message = (
-            f"{function}: rows are not of unit length, but from {low:.4g} to {high:.4g}. Pass normalize=True for "
-            "cosine similarity, or normalize=False if dot products are meant."
-        )
-    elif name == "ids" and low == high:
-        message = (
-            f"{function}: all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and "
-            'the loss is 0. Pass ids that tell rows apart, or same_ids="positive".'
-        )
-    else:
-        return
+def warn_once(function: str, name: str, message: str) -> None:
     _warned.add((function, name))
-    warnings.warn(message, stacklevel=2)
+    warnings.warn(f"{function}: {message}", stacklevel=2)

@@ -14,10 +14,10 @@ from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
 from ..distributed.ranks import Facts, Ranks
-from .guards import MANY_ROWS, Norms, check_values, id_range, warn_of_range
+from .guards import EMPTY_RANGE, check_indices, check_scalars, id_range, max_norms, sum_and_max_weight, warn_once
 from .options import LossInputs, LossOptions, Needs
 
-WIDE = 2**16  # features
+MANY_ROWS = 8  # fewer may have one id by chance
 SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
 PRECISION = "the precision of float32 products"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of features
@@ -33,21 +33,19 @@ class RankInfo(NamedTuple):
         grad_enabled: It records gradients: it can take part in a backward.
         weights: Sum and maximum of its rows' weights.
         budget: Bytes that it may take, if its caller named them; else 0.
-        plan_may_fail: Its caller chose a tile or a budget, or its rows are so wide that the default may not do.
     """
 
     rows: tuple[int, ...] = (0, 0, 0)
     dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
     ids: tuple[bool, ...] = (False,) * 3
     max_norms: tuple[float, ...] = (0.0,) * 3
-    id_range: tuple[float, float] = (math.inf, -math.inf)
+    id_range: tuple[float, float] = EMPTY_RANGE
     needs: tuple[bool, ...] = (False,) * 5
     grad_enabled: bool = False
     scale: float = 1.0
     bias: float = 0.0
     weights: tuple[float, float] = (0.0, 0.0)
     budget: int = 0
-    plan_may_fail: bool = False
 
     def encode(self) -> list[float]:
         """As numbers, which is what a handshake can carry."""
@@ -56,7 +54,7 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def decode(cls, numbers: Iterable[float]) -> "RankInfo":
-        """The next one in these numbers. Its defaults say what each of them is."""
+        """Its defaults say what each of these numbers is."""
         rest = iter(numbers)
 
         def read(like: Any) -> Any:
@@ -74,7 +72,7 @@ class Handshake:
         infos: Of every rank, from the forward.
         backend, scale, bias: The same on all ranks.
         needs: Which gradients some rank needs.
-        weight_sum: Of all rows of all ranks, each counted once.
+        weight_sum: Of all rows of all ranks that have a loss.
         largest_row_grad: Row gradients are divided by it, so that dlogits are of size 1 whatever the weights.
     """
 
@@ -86,19 +84,17 @@ class Handshake:
         self.largest_row_grad = _largest([info.weights[1] for info in infos])
 
     @classmethod
-    def of_forward(
-        cls, inputs: LossInputs, options: LossOptions, norms: Norms, error: Exception | None = None
-    ) -> "Handshake":
-        """`error` is what this rank has against the call."""
+    def of_forward(cls, inputs: LossInputs, options: LossOptions) -> "Handshake":
+        """What one rank has against the call is raised on all."""
         device = inputs.rows.device
         ranks = Ranks(options.function, options.group, "forward", device)
-        infos = [_rank_info(inputs, options, norms)]
+        infos, error = [RankInfo()], None
         backend: type[Backend] = Eager
         try:
             backend = select(options.function, options.backend, device, inputs.rows.dtype)
             ranks.check_device()
-            check_values(inputs, options, infos[0].scale, infos[0].bias)
-        except ValueError as refused:
+            infos = [_rank_info(inputs, options)]
+        except (ValueError, Warning) as refused:  # a warning that the user turned into an error
             error = refused.with_traceback(None)  # which would hold this frame, and with it the group
         if ranks.size > 1:
             same = _same_on_all_ranks(inputs, options, backend)
@@ -107,12 +103,7 @@ class Handshake:
         elif error is not None:
             raise error
         handshake = cls(ranks, infos, backend)
-        if ranks.size > 1:
-            handshake._check_together(options.spec.symmetric)
-        if not 0 < handshake.weight_sum < math.inf:
-            raise ValueError(
-                f"{options.function}: weight must have a positive, finite sum, got {handshake.weight_sum}."
-            )
+        handshake._check_together(options.spec.symmetric)
         return handshake
 
     @classmethod
@@ -134,21 +125,26 @@ class Handshake:
                 ranks.check_same("what the loss is multiplied by", upstreams, advice)
         return handshake
 
-    def agree_on_plan(self, error: ValueError | None) -> None:
-        """Raise what a rank has against its plan on all ranks, if any may have something."""
-        if any(info.plan_may_fail for info in self.infos):
-            self.ranks.where += ", its second part"
-            self.ranks.handshake({}, error=error)
-        elif error is not None:
-            raise error
-
     def _check_together(self, symmetric: bool) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function, infos = self.ranks.function, self.infos
-        if not any(info.rows[0] or (symmetric and info.rows[1]) for info in infos):
+        num_rows = sum([info.rows[0] for info in infos])
+        if not num_rows and not (symmetric and any(info.rows[1] for info in infos)):
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
             )
+        if not 0 < self.weight_sum < math.inf:
+            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
+        low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
+        if low == high and num_rows >= MANY_ROWS and not any(info.rows[2] and not info.ids[2] for info in infos):
+            warn_once(
+                function,
+                "ids",
+                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
+                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
+            )
+        if len(infos) == 1:
+            return
         if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):
             raise ValueError(
                 f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
@@ -158,13 +154,9 @@ class Handshake:
             raise ValueError(
                 f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
             )
-        advice = "Broadcast it from one rank before training."
-        self.ranks.check_same("logit_scale", [info.scale for info in infos], advice)
-        self.ranks.check_same("logit_bias", [info.bias for info in infos], advice)
-        lows, highs = zip(*(info.id_range for info in infos), strict=True)
-        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
-        if min(lows) <= max(highs) and not unmasked and sum(info.rows[0] for info in infos) >= MANY_ROWS:
-            warn_of_range(function, "ids", min(lows), max(highs))
+        for name in ("scale", "bias"):
+            values = [getattr(info, name) for info in infos]
+            self.ranks.check_same(f"logit_{name}", values, "Broadcast it from one rank before training.")
         disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
         if any(self.needs) and disabled:
             raise ValueError(
@@ -173,24 +165,29 @@ class Handshake:
             )
 
 
-def _rank_info(inputs: LossInputs, options: LossOptions, norms: Norms) -> RankInfo:
+def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
+    """Or what this rank has against its own values."""
+    function = options.function
     column_ids = inputs.row_ids if options.spec.symmetric else inputs.column_ids
-    weights = float(len(inputs.rows)), float(len(inputs.rows) > 0)
-    if inputs.weight is not None and len(inputs.rows):
-        weights = inputs.weight.double().sum().item(), inputs.weight.double().amax().item()
+    scale = 1.0 if inputs.scale is None else inputs.scale.item()
+    bias = 0.0 if inputs.bias is None else inputs.bias.item()
+    check_scalars(function, scale, bias)
+    if inputs.positives is not None and inputs.columns is not None:
+        check_indices(function, "positives", inputs.positives, len(inputs.columns))
+    weight_sum, max_weight = sum_and_max_weight(function, inputs.weight, len(inputs.rows))
+    num_sides = 2 if options.spec.symmetric and inputs.columns is not None else 1  # that the weights are for
     return RankInfo(
         rows=tuple([0 if x is None else len(x) for x in inputs.features]),
         dtypes=tuple([inputs.rows.dtype if x is None else x.dtype for x in inputs.features]),
         ids=(inputs.row_ids is not None, column_ids is not None, inputs.negative_ids is not None),
-        max_norms=norms.largest,
-        id_range=id_range(inputs, options) or (math.inf, -math.inf),
+        weights=(weight_sum * num_sides, max_weight),
+        max_norms=max_norms(inputs, options),
+        id_range=id_range(inputs, options),
         needs=options.needs,
         grad_enabled=options.grad_enabled,
-        scale=1.0 if inputs.scale is None else inputs.scale.item(),
-        bias=0.0 if inputs.bias is None else inputs.bias.item(),
-        weights=weights,
+        scale=scale,
+        bias=bias,
         budget=options.memory_budget or 0,
-        plan_may_fail=options.memory_budget is not None or options.tile is not None or inputs.rows.shape[1] > WIDE,
     )
 
 

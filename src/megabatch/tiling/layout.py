@@ -17,7 +17,7 @@ from ..distributed.ring import ring_pass
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
-from .guards import Norms
+from .guards import inverse_norms
 from .handshake import RankInfo
 from .options import LossInputs, compute_dtype
 
@@ -31,7 +31,8 @@ class Layout:
     """The rows and columns of a call on all ranks.
 
     Attributes:
-        rows, columns: The blocks of this rank; of a symmetric loss, the same list.
+        blocks: Those of this rank, in the order of the inputs.
+        rows, columns: Of them; of a symmetric loss, all are both.
         reach: How many other ranks' columns come by. Of a symmetric loss half are enough.
         gathers: Columns are exchanged all at once, not from neighbour to neighbour.
     """
@@ -40,68 +41,49 @@ class Layout:
         self,
         inputs: LossInputs,
         spec: Spec,
-        norms: Norms,
         ranks: Ranks,
         infos: Sequence[RankInfo],
-        *,
+        normalize: bool = False,
         overlap: bool = True,
         gathers: bool = False,
     ) -> None:
         self.spec, self.ranks, self.infos = spec, ranks, infos
-        self.overlap, self.gathers = overlap, gathers
+        self.normalize, self.overlap, self.gathers = normalize, overlap, gathers
         self.shift = 0.0  # of the states of remote columns
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
         self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
-        self._offsets = self._starts(self.row_inputs) | self._starts(self.column_inputs)
+        self._offsets: dict[int, list[int]] = {}  # by input: where every rank's rows begin
+        for side in (self.row_inputs, self.column_inputs):
+            start = 0
+            for index in side:
+                *self._offsets[index], start = accumulate((info.rows[index] for info in infos), initial=start)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
-        self.normalized = norms.inverse[0] is not None
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
-        own = self._own_blocks(inputs, norms)
-        self.rows, self.columns = (own, own) if spec.symmetric else (own[:1], own[1:])
+        self.blocks = self._own_blocks(inputs)
+        self.rows, self.columns = (self.blocks,) * 2 if spec.symmetric else (self.blocks[:1], self.blocks[1:])
 
-    def _starts(self, which: tuple[int, ...]) -> dict[int, list[int]]:
-        """By input: where every rank's rows begin."""
-        offsets, start = {}, 0
-        for index in which:
-            *offsets[index], start = accumulate((info.rows[index] for info in self.infos), initial=start)
-        return offsets
-
-    def _own_blocks(self, inputs: LossInputs, norms: Norms) -> list[Block]:
+    def _own_blocks(self, inputs: LossInputs) -> list[Block]:
         """In the order of the inputs. The positive of a row is that of the same number in the other input, if any."""
-        blocks = []
+        blocks, rank = [], self.ranks.rank
         ids = (inputs.row_ids, inputs.row_ids if self.spec.symmetric else inputs.column_ids, inputs.negative_ids)
         for index, (features, own_ids) in enumerate(zip(inputs.features, ids, strict=True)):
             if features is not None:
-                block = Block(features, self._offsets[index][self.ranks.rank])
+                block = Block(features, self._offsets[index][rank], max_norm=self.infos[rank].max_norms[index])
                 block.ids = None if own_ids is None else own_ids.long().contiguous()
-                block.inverse_norm, block.max_norm = norms.inverse[index], norms.largest[index]
+                block.inverse_norm = inverse_norms(features) if self.normalize else None
                 if index in self.row_inputs and self.spec.has_targets:
-                    block.target_offset = self._offsets[1 - index][self.ranks.rank]
+                    block.target_offset = self._offsets[1 - index][rank]
                 blocks.append(block)
         if inputs.positives is not None:
-            first = self._offsets[1][self.ranks.rank]
-            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + first, None
+            blocks[0].targets, blocks[0].target_offset = inputs.positives.long() + self._offsets[1][rank], None
         return blocks
 
     # ---- who holds what
-
-    @property
-    def num_columns(self) -> int:
-        """Of all ranks."""
-        return sum(info.rows[index] for info in self.infos for index in self.column_inputs)
 
     def remote_lengths(self) -> list[int]:
         """Of the blocks of columns that come by."""
         owners = ((self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1))
         return [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
-
-    def all_need(self, which: tuple[int, ...]) -> bool:
-        """Whether every row of these inputs, on every rank, gets a gradient."""
-        return all(info.needs[index] or not info.rows[index] for info in self.infos for index in which)
-
-    def feature_blocks(self) -> list[Block]:
-        """In the order of the inputs."""
-        return self.rows if self.spec.symmetric else self.rows + self.columns
 
     # ---- the walk over tiles
 
@@ -150,9 +132,8 @@ class Layout:
         return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
-        """Of a symmetric loss on an even number of ranks, no strip crosses the middle of its block: see below."""
-        halve = self.spec.symmetric and self.ranks.size % 2 == 0
-        blocks = [half for block in self.rows for half in _split_in_two(block)] if halve else self.rows
+        """Of a symmetric loss on an even number of ranks, no strip is in both parts of its rows: see below."""
+        blocks = _two_parts(self.rows) if self.spec.symmetric and self.ranks.size % 2 == 0 else self.rows
         rows = [strip for block in blocks for strip in block.strips(height)]
         if self.spec.symmetric:
             return rows, rows
@@ -162,13 +143,12 @@ class Layout:
         self, owner: int, rows: list[Block], columns: list[Block], width: int
     ) -> tuple[list[Block], list[Block]]:
         """This rank's part of what lies between it and another. Opposite ranks of a symmetric loss meet twice: the
-        lower one takes all its rows and the first half of the columns, the other the second half of its rows."""
+        lower one takes all its rows and the first part of the columns, the other the second part of its rows."""
         if self.spec.symmetric and 2 * abs(self.ranks.rank - owner) == self.ranks.size:
             if self.ranks.rank < owner:
-                columns = [_split_in_two(block)[0] for block in columns]
+                columns = _two_parts(columns)[:1]
             else:
-                ends = [(block.offset + len(block) // 2, block.offset + len(block)) for block in self.rows]
-                rows = [strip for strip in rows if any(start <= strip.offset < end for start, end in ends)]
+                rows = [strip for strip in rows if strip.offset >= _two_parts(self.rows)[1].offset]
         return rows, [strip for block in columns for strip in block.strips(width)]
 
 
@@ -178,9 +158,12 @@ def cross(rows: list[Block], columns: list[Block], symmetric: bool = False) -> I
         yield [Tile(strip, column, column is strip) for column in (columns[index:] if symmetric else columns)]
 
 
-def _split_in_two(block: Block) -> tuple[Block, Block]:
-    middle = len(block) // 2
-    return block.slice(0, middle), block.slice(middle, len(block))
+def _two_parts(blocks: list[Block]) -> list[Block]:
+    """The rows of a rank in a symmetric loss: its two inputs, or its only one in two."""
+    if len(blocks) != 1:
+        return blocks
+    (block,), middle = blocks, len(blocks[0]) // 2
+    return [block.slice(0, middle), block.slice(middle, len(block))]
 
 
 class PackedColumns:
@@ -202,7 +185,7 @@ class PackedColumns:
         known: dict[str, Kind] = {
             "features": (info.dtypes[index], (length, layout.width)),
             "ids": (torch.int64, (length * info.ids[index],)),
-            "inverse_norm": (layout.dtype, (length * layout.normalized,)),
+            "inverse_norm": (layout.dtype, (length * layout.normalize,)),
             "state": (torch.float64, (len(self.state_names), length)),
             "row_grad": (torch.float64, (length,)),
             "grad": (layout.dtype, (length * info.needs[index], layout.width)),
@@ -223,10 +206,10 @@ class PackedColumns:
         kinds = zip(self.starts, self.kinds[rank], strict=True)
         views = (memory[start:].view(dtype)[: prod(shape)].view(shape) for start, (dtype, shape) in kinds)
         blocks = [{name: next(views) for name in self.names} for _ in self.layout.column_inputs]
-        return [{name: self._member(name, x) for name, x in members.items() if x.numel()} for members in blocks]
-
-    def _member(self, name: str, tensor: Tensor) -> Tensor | State:
-        return State(self.state_names, tensor) if name == "state" else tensor
+        return [
+            {name: State(self.state_names, x) if name == "state" else x for name, x in members.items() if x.numel()}
+            for members in blocks
+        ]
 
     def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
         """To what is in other memory or, for None, to the columns of this rank."""

@@ -5,6 +5,7 @@ travels in one string, a constant to a compiler. The plan is made inside, from r
 compiles nothing anew. Neither can be differentiated twice.
 """
 
+import pickle
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,16 +14,15 @@ from torch import Tensor
 
 from ..losses.state import state_fields
 from . import engine
-from .gradients import Gradients
+from .engine import Saved
 from .options import LossInputs, LossOptions, compute_dtype
-from .reduce import NUM_STATS
-from .saved import SavedNumbers, SavedTensors
+from .results import NUM_STATS, Gradients
 
 # Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
 with torch.inference_mode(False):  # whatever mode the import happens in
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
-_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), len(SavedTensors._fields) + 1
+_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), 3  # tensors
 
 
 def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
@@ -53,12 +53,13 @@ class _ContrastiveLoss(torch.autograd.Function):
         *tensors, _, ctx.options = arguments
         inputs = LossInputs(*tensors)
         with _without_autocast(inputs.rows):
-            value, stats, saved, ctx.numbers = engine.forward(inputs, ctx.options)
-        ctx.save_for_backward(*inputs, *saved)
+            value, stats, saved = engine.forward(inputs, ctx.options)
+        ctx.save_for_backward(*inputs, *saved[:_NUM_SAVED])
+        ctx.facts = saved[_NUM_SAVED:]
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
-        return value, stats, ctx.numbers.joins_backward
+        return value, stats, saved.joins_backward
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Tensor | None) -> Gradients:
@@ -66,10 +67,10 @@ class _ContrastiveLoss(torch.autograd.Function):
         if upstream is None:
             return nothing
         tensors = ctx.saved_tensors
-        inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), SavedTensors(*tensors[_NUM_INPUTS:])
+        inputs, saved = LossInputs(*tensors[:_NUM_INPUTS]), Saved(*tensors[_NUM_INPUTS:], *ctx.facts)
         creates_graph = torch.is_grad_enabled()
         with torch.no_grad(), _without_autocast(upstream):
-            gradients = engine.backward(inputs, ctx.options, upstream, saved, ctx.numbers)
+            gradients = engine.backward(inputs, ctx.options, upstream, saved)
         if creates_graph:
             leaves = [x for x in (upstream, *inputs) if x is not None and x.requires_grad]
             refuse: Any = _Refuse.apply
@@ -94,26 +95,20 @@ class _Refuse(torch.autograd.Function):
 
 # ---- the same as operators
 
-_INPUTS = (
-    "Tensor rows, Tensor? columns, Tensor? negatives, Tensor scale, Tensor? bias, "
-    "Tensor? row_ids, Tensor? column_ids, Tensor? negative_ids, Tensor? positives, Tensor? weight, "
-    "Tensor? anchor, str options"
-)
-_SAVED = "Tensor state, Tensor kept, Tensor scalars, Tensor numbers"
+_INPUTS = ", ".join(f"Tensor? {name}" for name in (*LossInputs._fields, "anchor")) + ", str options"
+_SAVED = ", ".join(f"Tensor {name}" for name in (*Saved._fields[:_NUM_SAVED], "facts"))
+_SIX_TENSORS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op(
-    "megabatch::contrast",
-    mutates_args=(),
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_SIX_TENSORS}")
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
-    """value, stats, *SavedTensors, SavedNumbers as a tensor on the CPU."""
+    """value, stats and Saved: its tensors, and the rest as bytes on the CPU."""
     *tensors, _, code = arguments
     with _without_autocast(arguments[0]):
-        value, stats, saved, numbers = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
+        value, stats, saved = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
     stats = value.new_zeros(NUM_STATS, dtype=torch.float64) if stats is None else stats
-    return value, stats, *saved, numbers.pack()
+    facts = torch.frombuffer(bytearray(pickle.dumps(saved[_NUM_SAVED:])), dtype=torch.uint8)
+    return value, stats, saved.state, saved.kept, saved.scalars, facts
 
 
 @contrast.register_fake
@@ -131,28 +126,27 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         rows.new_empty((num_fields, sum(lengths)), dtype=double),
         rows.new_empty(dynamic(), dtype=dtype),
         rows.new_empty(dynamic(), dtype=double),
-        rows.new_empty(dynamic(), dtype=double, device="cpu"),
+        rows.new_empty(dynamic(), dtype=torch.uint8, device="cpu"),
     )
 
 
 @torch.library.custom_op(
     "megabatch::contrast_backward",
     mutates_args=(),
-    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> {_SIX_TENSORS}",
 )
 def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""
-    *saved, numbers = arguments[:_NUM_SAVED]
-    *tensors, _, code = arguments[_NUM_SAVED:]
-    inputs, options = LossInputs(*tensors), LossOptions.decode(code)
+    facts, *tensors, _, code = arguments[_NUM_SAVED:]
+    saved = Saved(*arguments[:_NUM_SAVED], *pickle.loads(bytes(facts.tolist())))
     with _without_autocast(upstream):
-        gradients = engine.backward(inputs, options, upstream, SavedTensors(*saved), SavedNumbers.unpack(numbers))
+        gradients = engine.backward(LossInputs(*tensors), LossOptions.decode(code), upstream, saved)
     return *(upstream.new_empty(0) if g is None else g for g in gradients), torch.zeros((), device="cpu")
 
 
 @contrast_backward.register_fake
 def _(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, _, code = arguments[_NUM_SAVED:]
+    _, *tensors, _, code = arguments[_NUM_SAVED:]
     needed = zip(tensors, LossOptions.decode(code).needs, strict=False)
     gradients = (x.new_empty(x.shape) if x is not None and need else upstream.new_empty(0) for x, need in needed)
     return *gradients, torch.zeros((), device="cpu")

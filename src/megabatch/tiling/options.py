@@ -1,7 +1,7 @@
 """LossInputs and LossOptions: a call as tensors, and everything else about it in one object."""
 
 import ast
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,8 +41,7 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
-@dataclass(frozen=True)
-class LossOptions:
+class LossOptions(NamedTuple):
     """What was asked for.
 
     Attributes:
@@ -75,19 +74,17 @@ class LossOptions:
 
     def encode(self) -> str:
         """As a string, which is what an operator can take and a compiler can treat as a constant."""
-        spec = tuple([getattr(self.spec, name) for name in _SPEC_FIELDS])
-        rest = tuple([getattr(self, name) for name in _OTHER_FIELDS])
-        return repr((spec, tuple(self.needs), *rest))
+        function, spec, needs, *rest = self
+        return repr((function, tuple([getattr(spec, name) for name in _SPEC_FIELDS]), tuple(needs), *rest))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def decode(code: str) -> "LossOptions":
-        spec, needs, *rest = ast.literal_eval(code)
-        return LossOptions(spec=Spec(*spec), needs=Needs(*needs), **dict(zip(_OTHER_FIELDS, rest, strict=True)))
+        function, spec, needs, *rest = ast.literal_eval(code)
+        return LossOptions(function, Spec(*spec), Needs(*needs), *rest)
 
 
 _SPEC_FIELDS = tuple(member.name for member in fields(Spec))
-_OTHER_FIELDS = tuple(member.name for member in fields(LossOptions) if member.name not in ("spec", "needs"))
 
 
 def compute_dtype(features: Tensor) -> torch.dtype:

@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     @property
     def slot_size(self) -> int:
         """Elements of a tile that is kept, in whole cache lines."""
-        return _slot_size(self.rows, self.columns)
+        return -(-self.rows * self.columns // 16) * 16
 
 
 @lru_cache(maxsize=128)
@@ -72,12 +72,12 @@ def make_plan(options: LossOptions, sizes: Sizes, may_be_one_pass: bool) -> Plan
         lowest = rows if options.tile is not None else min(rows, sizes.backend.useful_height)
         tiles = sum(-(-block // columns) for block in sizes.columns)
         for height in range(rows, lowest - 1, -16):
-            kept = tiles * _slot_size(height, columns) * sizes.element
+            kept = tiles * Plan(height, columns).slot_size * sizes.element
             if working_bytes(options, sizes, height, columns) + kept <= budget:
                 return Plan(height, columns, one_pass=True, kept=tiles)
     spare = budget - working_bytes(options, sizes, rows, columns)
     tiles = _num_tiles(options, sizes, rows, columns)
-    kept = min(spare // (_slot_size(rows, columns) * sizes.element), tiles)
+    kept = min(spare // (Plan(rows, columns).slot_size * sizes.element), tiles)
     worthwhile = any(options.needs) and kept >= tiles * SMALLEST_SHARE_KEPT
     return Plan(rows, columns, kept=kept if worthwhile else 0)
 
@@ -140,10 +140,6 @@ def _even(length: int, side: int) -> int:
         return length
     strips = -(-length // side)
     return min(side, -(-length // strips // 16) * 16)
-
-
-def _slot_size(rows: int, columns: int) -> int:
-    return -(-rows * columns // 16) * 16
 
 
 def _num_tiles(options: LossOptions, sizes: Sizes, rows: int, columns: int) -> int:
