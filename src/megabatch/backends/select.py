@@ -12,8 +12,7 @@ BACKENDS: dict[str, type[Backend]] = {"triton": Triton, "eager": Eager}
 def select(function: str, name: str, device: torch.device, dtype: torch.dtype) -> type[Backend]:
     """The backend called `name`, or for "auto" the fastest that has no reason against the call."""
     if name == "auto":
-        suited = (backend for backend in BACKENDS.values() if backend.suits(device))
-        return next(backend for backend in suited if not backend.reasons_against(device, dtype))
+        return Triton if Triton.suits(device) and not Triton.reasons_against(device, dtype) else Eager
     if reasons := BACKENDS[name].reasons_against(device, dtype):
         lines = "".join(f"  {reason}.\n" for reason in reasons)
         advice = "Pass backend='auto' to let the library choose."

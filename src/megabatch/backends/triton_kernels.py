@@ -121,9 +121,7 @@ def tile_kernel(
             if dots is not None:
                 tl.store(dots + dots_at, xy, mask=in_tile)
         if STATISTICS or GRADIENTS:
-            mask = in_tile
-            if DIAGONAL:
-                mask &= row[:, None] != column[None, :]
+            mask = in_tile & (row[:, None] != column[None, :]) if DIAGONAL else in_tile
             mask, positive = _pairs(
                 mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
             )
@@ -335,13 +333,11 @@ def _softmax_terms(
 # ---- merging
 
 
-_SUMS_AT = ["softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
-_MAXIMA_AT = ["max_at", "sum_exp_at", "top_at", "top_positive_at"]
+_SUMS_AT = ["sum_exp_at", "softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
+_ADDRESSES = ["partials", "max_at", "top_at", "top_positive_at", *_SUMS_AT]
 
 
-@triton.jit(
-    do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=["partials", *_SUMS_AT, *_MAXIMA_AT]
-)
+@triton.jit(do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=_ADDRESSES)
 def merge_kernel(
     partials,
     length,
@@ -361,62 +357,49 @@ def merge_kernel(
 ):
     """Add the partial statistics of all blocks to the state of every row: `State.merge` for many pieces at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = row < length
-    slot = num_blocks.to(tl.int64) * length
-    zeros, lowest = tl.zeros((ROWS,), tl.float64), tl.full((ROWS,), NEG_INF, tl.float64)
-    softplus_sum, positive_sum, positive_count, logit_sum, logit_count = zeros, zeros, zeros, zeros, zeros
-    top, top_positive = lowest, lowest
     if sum_exp_at is not None:
-        max_ = tl.load(max_at + row, mask=row_mask, other=0.0)
-        sum_exp = tl.load(sum_exp_at + row, mask=row_mask, other=0.0)
-    for first in range(0, num_blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        mask = (block < num_blocks)[:, None] & row_mask[None, :]
-        piece = partials + block[:, None].to(tl.int64) * length + row[None, :]
-        if softplus_sum_at is not None:
-            softplus_sum += tl.sum(_piece(piece + SUM * slot, mask), 0)
-        if sum_exp_at is not None or top_at is not None:
-            block_max = tl.load(piece + MAX * slot, mask=mask, other=NEG_INF)
-            new_max = tl.max(block_max, 0)
-            top = tl.maximum(top, new_max.to(tl.float64))
-            subtracted = _finite(block_max).to(tl.float64)  # from every logit of a sum of logits
-        if sum_exp_at is not None:
-            factor = tl.exp(block_max - _finite(new_max)[None, :]).to(tl.float64)
-            new_sum = tl.sum(_piece(piece + SUM * slot, mask) * factor, 0)
-            higher = tl.maximum(max_, new_max.to(tl.float64))
-            new_sum *= tl.exp(new_max.to(tl.float64) - _finite(higher))
-            sum_exp = sum_exp * tl.exp(max_ - _finite(higher)) + new_sum
-            max_ = higher
-        if positive_sum_at is not None:
-            counts = _piece(piece + POSITIVE_COUNT * slot, mask)
-            positive_count += tl.sum(counts, 0)
-            positive_sum += tl.sum(_piece(piece + POSITIVE_SUM * slot, mask) + subtracted * counts, 0)
-        if logit_sum_at is not None:
-            counts = _piece(piece + LOGIT_COUNT * slot, mask)
-            logit_count += tl.sum(counts, 0)
-            logit_sum += tl.sum(_piece(piece + LOGIT_SUM * slot, mask) + subtracted * counts, 0)
-        if top_positive_at is not None:
-            tops = tl.load(piece + TOP_POSITIVE * slot, mask=mask, other=NEG_INF)
-            top_positive = tl.maximum(top_positive, tl.max(tops, 0).to(tl.float64))
-    if sum_exp_at is not None:
-        tl.store(max_at + row, max_, mask=row_mask)
-        tl.store(sum_exp_at + row, sum_exp, mask=row_mask)
-    _update(softplus_sum_at, row, row_mask, softplus_sum)
-    _update(positive_sum_at, row, row_mask, positive_sum)
-    _update(positive_count_at, row, row_mask, positive_count)
-    _update(logit_sum_at, row, row_mask, logit_sum)
-    _update(logit_count_at, row, row_mask, logit_count)
-    _update(top_at, row, row_mask, top, MAXIMUM=True)
-    _update(top_positive_at, row, row_mask, top_positive, MAXIMUM=True)
+        old_max = tl.load(max_at + row, mask=row < length, other=0.0)
+        max_ = _finite(_merge(max_at, MAX, "maximum", partials, row, length, num_blocks, BLOCKS))
+        moved = tl.exp(old_max - max_)
+        _merge(sum_exp_at, SUM, "exponentials", partials, row, length, num_blocks, BLOCKS, max_, moved)
+    _merge(softplus_sum_at, SUM, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(positive_sum_at, POSITIVE_SUM, "logits", partials, row, length, num_blocks, BLOCKS)
+    _merge(positive_count_at, POSITIVE_COUNT, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(logit_sum_at, LOGIT_SUM, "logits", partials, row, length, num_blocks, BLOCKS)
+    _merge(logit_count_at, LOGIT_COUNT, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(top_at, MAX, "maximum", partials, row, length, num_blocks, BLOCKS)
+    _merge(top_positive_at, TOP_POSITIVE, "maximum", partials, row, length, num_blocks, BLOCKS)
 
 
 @triton.jit
-def _piece(at, mask):
-    return tl.load(at, mask=mask, other=0.0).to(tl.float64)
+def _merge(
+    field, SLOT: tl.constexpr, KIND: tl.constexpr, partials, row, length, num_blocks, BLOCKS: tl.constexpr,
+    max_=None, moved=1.0,
+):  # fmt: skip
+    """Merge one slot of all blocks into a field of the state. Returns the field.
 
-
-@triton.jit
-def _update(field, row, mask, value, MAXIMUM: tl.constexpr = False):
-    if field is not None:
-        old = tl.load(field + row, mask=mask, other=0.0)
-        tl.store(field + row, tl.maximum(old, value) if MAXIMUM else old + value, mask=mask)
+    `max_` is the new maximum of exponentials, and `moved` turns the sum so far into one below it.
+    """
+    if field is None:
+        return None
+    else:
+        value = tl.load(field + row, mask=row < length, other=0.0) * moved
+        for first in range(0, num_blocks, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)[:, None]
+            mask = (block < num_blocks) & (row < length)[None, :]
+            piece = partials + block.to(tl.int64) * length + row[None, :]
+            slot = num_blocks.to(tl.int64) * length
+            new = tl.load(piece + SLOT * slot, mask=mask, other=NEG_INF if KIND == "maximum" else 0.0).to(tl.float64)
+            if KIND == "maximum":
+                value = tl.maximum(value, tl.max(new, 0))
+            else:
+                if KIND != "sum":
+                    block_max = tl.load(piece + MAX * slot, mask=mask, other=NEG_INF)
+                if KIND == "exponentials":
+                    new *= tl.exp(block_max - max_.to(tl.float32)[None, :]).to(tl.float64)
+                if KIND == "logits":  # of which MAX was subtracted
+                    count = tl.load(piece + (SLOT + 1) * slot, mask=mask, other=0.0).to(tl.float64)
+                    new += _finite(block_max).to(tl.float64) * count
+                value += tl.sum(new, 0)
+        tl.store(field + row, value, mask=row < length)
+        return value
