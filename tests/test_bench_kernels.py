@@ -151,7 +151,7 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
         assert bool(merges) == statistics
         assert (arguments["x_partials"] is not None) == statistics
         gradients = "backward" in name or "one pass" in name
-        assert (arguments["x_row_grad"] is not None) == gradients
+        assert (arguments["x_label"] is not None) == gradients
         assert (arguments["dlogits"] is not None) == (gradients and "frozen" not in name)
         keeps = "scores" in name or "forward keep" in name
         assert (arguments["dots"] is not None) == (keeps or "backward kept" in name)

@@ -145,18 +145,18 @@ class Softmax(_Epilogue):
 
     def _subtract_labels(self, tile: Tile, blocks: list[Block], dlogits: Tensor, same: Tensor | None) -> None:
         smoothing, targets = self.spec.label_smoothing, tile.targets
-        if targets is not None or same is not None:
-            shares = [_per_count(block, "positive_count", 1 - smoothing) for block in blocks]
         if targets is not None and "positive_count" not in tile.rows.state and tile.rows.has_unit_row_grad:
             targets.add(dlogits, (smoothing - 1) * len(blocks))
         elif targets is not None:
-            targets.add(dlogits, -sum(targets.of_side(*share) for share in zip(AXIS, shares, strict=False)))
+            shares = (targets.of_side(side, getattr(tile, side).positive_share) for side in list(AXIS)[: len(blocks)])
+            targets.add(dlogits, (smoothing - 1) * sum(shares))
         if same is not None:
             spare = self.buffer("spare", tile.shape)
-            dlogits.sub_(torch.where(same, _outer(shares, spare), dlogits.new_zeros(()), out=spare))
+            share = _outer([block.positive_share for block in blocks], spare)
+            dlogits.sub_(torch.where(same, share, dlogits.new_zeros(()), out=spare), alpha=1 - smoothing)
         if smoothing:
-            shares = [_per_count(block, "logit_count", smoothing) for block in blocks]
-            dlogits.sub_(_outer(shares, self.buffer("spare", tile.shape)))
+            share = _outer([block.uniform_share for block in blocks], self.buffer("spare", tile.shape))
+            dlogits.sub_(share, alpha=smoothing)
 
 
 class Sigmoid(_Epilogue):
@@ -201,8 +201,3 @@ def _outer(vectors: list[Tensor], out: Tensor) -> Tensor:
     """rows[:, None], plus columns[None, :] where there are any."""
     rows = vectors[0].to(out.dtype)[:, None]
     return rows if len(vectors) == 1 else torch.add(rows, vectors[1].to(out.dtype), out=out)
-
-
-def _per_count(block: Block, count: str, share: float) -> Tensor:
-    row_grad = block.row_grad if share == 1 else block.row_grad * share
-    return row_grad / block.state[count].clamp_min(1) if count in block.state else row_grad

@@ -21,7 +21,6 @@ from .backend import Backend, float32_precision, shaped, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings
 
 NUM_PARTIALS = 7  # statistics of a row or a column of one block, as the kernels number them
-SAVED = ("max", "sum_exp", "positive_count", "logit_count")  # of the state, for the gradients
 
 
 def _import_trouble() -> str:
@@ -185,8 +184,8 @@ class Triton(Backend):
             "targets": rows.targets,
             "target_offset": (rows.target_offset or 0) - columns.offset if _has_targets(tile) else None,
             "label_smoothing": spec.label_smoothing or None,
-            **(_row_terms("x", rows) if gradients else {}),
-            **(_row_terms("y", columns) if gradients and spec.two_sided else {}),
+            **(self._row_terms("x", rows) if gradients else {}),
+            **(self._row_terms("y", columns) if gradients and spec.two_sided else {}),
             **outputs,
             "dlogits_stride": None if dlogits is None else dlogits.stride(0),
             "sums": sums,
@@ -205,6 +204,14 @@ class Triton(Backend):
         if any(features.dtype != self.operand_dtype or features.stride(1) != 1 for features in (x, y)):
             x, y, norms = self._operand("rows", tile.rows), self._operand("columns", tile.columns), {}
         return {"x": x, "y": y, "width": x.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), **norms}
+
+    def _row_terms(self, side: str, block: Block) -> dict[str, Tensor]:
+        """What the dlogits of a row (x) or a column (y) depend on."""
+        if self.spec.epilogue == "sigmoid":
+            return {f"{side}_label": block.row_grad}
+        terms = {f"{side}_max": block.state["max"], f"{side}_factor": block.probability_factor}
+        uniform = {f"{side}_uniform": block.uniform_share} if self.spec.label_smoothing else {}
+        return {**terms, f"{side}_label": block.positive_share, **uniform}
 
     def _id_rule(self, tile: Tile) -> str:
         """What ids mean in this tile."""
@@ -266,12 +273,6 @@ def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
 def _has_targets(tile: Tile) -> bool:
     """Whether targets may lie in this tile. Explicit ones are only known to the device."""
     return tile.rows.targets is not None or tile.targets is not None
-
-
-def _row_terms(side: str, block: Block) -> dict[str, Tensor]:
-    """What the dlogits of a row (x) or a column (y) depend on."""
-    fields = {f"{side}_{name}": block.state[name] for name in SAVED if name in block.state}
-    return {f"{side}_row_grad": block.row_grad, **fields}
 
 
 def _aligned(columns: int) -> int:

@@ -27,7 +27,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Specializing on these would compile more kernels, none of them faster.
 _ANY_NUMBER = ["num_rows", "num_columns", "target_offset"]
-_OF_A_SIDE = ["norm", "ids", "row_grad", "max", "sum_exp", "positive_count", "logit_count", "partials"]
+_OF_A_SIDE = ["norm", "ids", "label", "max", "factor", "uniform", "partials"]
 _ANY_ADDRESS = ["targets", "dots", "sums", *(f"{side}_{name}" for side in "xy" for name in _OF_A_SIDE)]
 
 
@@ -62,17 +62,15 @@ def tile_kernel(
     targets=None,
     target_offset=None,
     label_smoothing=None,
-    # for gradients: row_grad and the state, y's of two-sided losses
-    x_row_grad=None,
-    y_row_grad=None,
+    # for gradients, y's of two-sided losses: row_grad as a Block divides it among positives, sum_exp and columns
+    x_label=None,
+    y_label=None,
     x_max=None,
     y_max=None,
-    x_sum_exp=None,
-    y_sum_exp=None,
-    x_positive_count=None,
-    y_positive_count=None,
-    x_logit_count=None,
-    y_logit_count=None,
+    x_factor=None,
+    y_factor=None,
+    x_uniform=None,
+    y_uniform=None,
     # X @ Y.T: an input where x is None, else an output
     dots=None,
     # outputs: partial statistics, dS, and sums of dS * x.y and of dS (sigmoid: a softmax does not depend on the bias)
@@ -84,7 +82,7 @@ def tile_kernel(
 ):
     """One block of a tile: the outputs that are not None."""
     STATISTICS: tl.constexpr = x_partials is not None
-    GRADIENTS: tl.constexpr = x_row_grad is not None
+    GRADIENTS: tl.constexpr = x_label is not None
     MAXIMA: tl.constexpr = EPILOGUE == "softmax" or STATS
     POSITIVES: tl.constexpr = target_offset is not None or ID_RULE == "positive"
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
@@ -175,21 +173,17 @@ def tile_kernel(
         if GRADIENTS:
             if EPILOGUE == "softmax":
                 # row_grad * (probability - label) of the rows and, where columns have a loss too, of the columns.
-                ds, label = _softmax_terms(
-                    s, row, row_mask, x_row_grad, x_max, x_sum_exp, x_positive_count, x_logit_count, label_smoothing, 1
-                )
-                if y_row_grad is not None:
-                    y_ds, y_label = _softmax_terms(
-                        s, column, column_mask, y_row_grad, y_max, y_sum_exp, y_positive_count, y_logit_count,
-                        label_smoothing, 0,
-                    )  # fmt: skip
-                    ds, label = ds + y_ds, label + y_label
+                ds, label = _softmax_terms(s, row, row_mask, x_max, x_factor, x_label, x_uniform, label_smoothing, 1)
+                if y_label is not None:
+                    y_ds, columns_label = _softmax_terms(
+                        s, column, column_mask, y_max, y_factor, y_label, y_uniform, label_smoothing, 0
+                    )
+                    ds, label = ds + y_ds, label + columns_label
                 ds -= tl.where(positive, label, 0.0)
                 if label_smoothing is not None:
                     ds = tl.where(s == NEG_INF, 0.0, ds)
             else:
-                row_grad = tl.load(x_row_grad + row, mask=row_mask, other=0.0).to(tl.float32)
-                ds = _sigmoid(s, positive) * row_grad[:, None]
+                ds = _sigmoid(s, positive) * _along(x_label, row, row_mask, 1)
             if sums is not None:
                 scale_sum += tl.sum(tl.sum(ds * xy, 1), 0)
                 if EPILOGUE == "sigmoid":
@@ -309,25 +303,20 @@ def _sigmoid(s, positive):
 
 
 @triton.jit
-def _softmax_terms(
-    s, row, mask, row_grad, max_, sum_exp, positive_count, logit_count, label_smoothing, AXIS: tl.constexpr
-):
-    """row_grad * (probability - uniform label), and row_grad * label of a positive, of rows (axis 1) or columns.
-
-    Converted to float32 before the divisions: float64 is slow on most GPUs.
-    """
-    row_grad = tl.load(row_grad + row, mask=mask, other=0.0).to(tl.float32)
-    max_ = tl.load(max_ + row, mask=mask, other=0.0).to(tl.float32)
-    sum_exp = tl.load(sum_exp + row, mask=mask, other=1.0).to(tl.float32)
-    ds = tl.exp(s - tl.expand_dims(max_, AXIS)) * tl.expand_dims(row_grad / sum_exp, AXIS)
-    label = row_grad
-    if positive_count is not None:
-        label /= tl.maximum(tl.load(positive_count + row, mask=mask, other=1.0).to(tl.float32), 1.0)
+def _softmax_terms(s, row, mask, max_, factor, label, uniform, label_smoothing, AXIS: tl.constexpr):
+    """row_grad * (probability - uniform label), and row_grad * label of a positive, of rows (axis 1) or columns."""
+    ds = tl.exp(s - _along(max_, row, mask, AXIS)) * _along(factor, row, mask, AXIS)
+    label = _along(label, row, mask, AXIS)
     if label_smoothing is not None:
-        count = tl.load(logit_count + row, mask=mask, other=1.0).to(tl.float32)
         label *= 1.0 - label_smoothing
-        ds -= tl.expand_dims(label_smoothing * row_grad / tl.maximum(count, 1.0), AXIS)
-    return ds, tl.expand_dims(label, AXIS)
+        ds -= label_smoothing * _along(uniform, row, mask, AXIS)
+    return ds, label
+
+
+@triton.jit
+def _along(vector, row, mask, AXIS: tl.constexpr):
+    """A number per row (axis 1) or column, to combine with S."""
+    return tl.expand_dims(tl.load(vector + row, mask=mask, other=0.0).to(tl.float32), AXIS)
 
 
 # ---- merging

@@ -79,6 +79,18 @@ class Block:
         factor = inverse if self.has_unit_row_grad else inverse.mul_(self.row_grad)
         return factor if self.features.dtype == torch.float64 else factor.float()
 
+    @cached_property
+    def positive_share(self) -> Tensor:
+        """row_grad, divided among the row's positives."""
+        if "positive_count" not in self.state:
+            return self.row_grad
+        return self.row_grad / self.state["positive_count"].clamp_min(1)
+
+    @cached_property
+    def uniform_share(self) -> Tensor:
+        """row_grad, divided among all columns that count, for label smoothing."""
+        return self.row_grad / self.state["logit_count"].clamp_min(1)
+
 
 class ConsecutiveTargets:
     """Positives of consecutive rows in consecutive columns of a tile: one of its diagonals."""
