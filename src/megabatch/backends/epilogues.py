@@ -121,7 +121,7 @@ class Softmax(_Epilogue):
                     targets.add_to_side(side, state["positive_count"], 1.0)
 
     def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
-        """dS = row_grad * (probability - label) of rows and columns, from what `statistics` left or, `fresh`, from S."""
+        """dS = row_grad * (probability - label) of rows and columns, from what `statistics` left or, if fresh, S."""
         masked, same = self.masks(tile)
         blocks = [tile.rows, tile.columns] if self.spec.two_sided else [tile.rows]
         out = self.buffer("scratch", tile.shape)

@@ -17,9 +17,9 @@ any, so that nothing spills.
 import triton
 import triton.language as tl
 
-# Partial statistics of a row, or a column, of one block; a kernel writes those that the loss has. SUM is the sum of
-# exp(logit - MAX), or of softplus. The sums of logits are sums of logit - MAX, which keeps their digits; the number of
-# those logits comes next.
+# Slots for the partial statistics of a row, or a column, of one block; those that the loss has are written. SUM is the
+# sum of exp(logit - MAX), or of softplus. The sums of logits are sums of logit - MAX, which keeps their digits; the
+# number of those logits comes next.
 MAX, SUM, POSITIVE_SUM, POSITIVE_COUNT = (tl.constexpr(slot) for slot in range(4))
 LOGIT_SUM, LOGIT_COUNT, TOP_POSITIVE = (tl.constexpr(slot) for slot in range(4, 7))
 NEG_INF = tl.constexpr(float("-inf"))
@@ -40,7 +40,6 @@ def tile_kernel(
     EPILOGUE: tl.constexpr,
     ID_RULE: tl.constexpr,
     DIAGONAL: tl.constexpr,
-    STATS: tl.constexpr,
     DLOGITS_SCALE: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,9 +72,10 @@ def tile_kernel(
     y_uniform=None,
     # X @ Y.T: an input where x is None, else an output
     dots=None,
-    # outputs: partial statistics, dS, and sums of dS * x.y and of dS (sigmoid: a softmax does not depend on the bias)
+    # outputs: partial statistics in some SLOTS, dS, sums of dS * x.y and of dS (sigmoid: a bias changes no softmax)
     x_partials=None,
     y_partials=None,
+    SLOTS: tl.constexpr = None,
     dlogits=None,
     dlogits_stride=None,
     sums=None,
@@ -83,8 +83,6 @@ def tile_kernel(
     """One block of a tile: the outputs that are not None."""
     STATISTICS: tl.constexpr = x_partials is not None
     GRADIENTS: tl.constexpr = x_label is not None
-    MAXIMA: tl.constexpr = EPILOGUE == "softmax" or STATS
-    POSITIVES: tl.constexpr = target_offset is not None or ID_RULE == "positive"
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
     # Which block: grouped as in Triton's matmul tutorial.
     num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -99,9 +97,7 @@ def tile_kernel(
         x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride
         y_at = y + tl.minimum(column, num_columns - 1).to(tl.int64) * y_stride
         block = _multiply(x_at, y_at, width, EVEN_WIDTH, PRECISION, BLOCK_WIDTH)
-    zeros, lowest = tl.zeros((BLOCK_ROWS,), tl.float32), tl.full((BLOCK_ROWS,), NEG_INF, tl.float32)
-    row_max, row_sum, positive_sum, positive_count, top_positive = lowest, zeros, zeros, zeros, lowest
-    logit_sum, logit_count = zeros, zeros
+    statistics = _neutral(BLOCK_ROWS)
     scale_sum, bias_sum = 0.0, 0.0
     for index in tl.static_range(SUBTILES):
         column = block_column * BLOCK_COLUMNS + index * SUBTILE + tl.arange(0, SUBTILE)
@@ -121,55 +117,18 @@ def tile_kernel(
         if STATISTICS or GRADIENTS:
             mask = in_tile & (row[:, None] != column[None, :]) if DIAGONAL else in_tile
             mask, positive = _pairs(
-                mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
+                mask, row, column, row_mask, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
             )
             s = tl.where(mask, xy * scale + bias, NEG_INF)
             if ID_RULE == "positive":
                 positive &= s != NEG_INF  # the mask again, without the registers to keep it in
         if STATISTICS:
-            if EPILOGUE == "sigmoid":
-                row_sum += tl.sum(_softplus(tl.where(positive, -s, s)), 1)
-            if MAXIMA:
-                # Online softmax: the sums of earlier subtiles are moved to the new maximum.
-                new_max = tl.maximum(row_max, tl.max(s, 1))
-                moved = _finite(row_max) - _finite(new_max)
-                below = s - _finite(new_max)[:, None]
-                if EPILOGUE == "softmax":
-                    row_sum = row_sum * tl.exp(row_max - _finite(new_max)) + tl.sum(tl.exp(below), 1)
-                if label_smoothing is not None:
-                    new_sum, new_count = _sum_and_count(below, s != NEG_INF, 1)
-                    logit_sum += logit_count * moved + new_sum
-                    logit_count += new_count
-                row_max = new_max
-                if y_partials is not None:
-                    at = y_partials + block_row.to(tl.int64) * num_columns + column
-                    slot = num_down.to(tl.int64) * num_columns
-                    column_max = tl.max(s, 0)
-                    column_below = s - _finite(column_max)[None, :]
-                    tl.store(at + MAX * slot, column_max, mask=column_mask)
-                    if EPILOGUE == "softmax":
-                        tl.store(at + SUM * slot, tl.sum(tl.exp(column_below), 0), mask=column_mask)
-                    if label_smoothing is not None:
-                        column_sum, column_count = _sum_and_count(column_below, s != NEG_INF, 0)
-                        tl.store(at + LOGIT_SUM * slot, column_sum, mask=column_mask)
-                        tl.store(at + LOGIT_COUNT * slot, column_count, mask=column_mask)
-                if POSITIVES:
-                    positive_sum += positive_count * moved
-                    column_sum, column_count = tl.zeros((SUBTILE,), tl.float32), tl.zeros((SUBTILE,), tl.float32)
-                    column_top = tl.full((SUBTILE,), NEG_INF, tl.float32)
-                    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-                        new_sum, new_count = _sum_and_count(below, positive, 1)
-                        positive_sum += new_sum
-                        positive_count += new_count
-                        top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), 1))
-                        if y_partials is not None:
-                            column_sum, column_count = _sum_and_count(column_below, positive, 0)
-                            column_top = tl.max(tl.where(positive, s, NEG_INF), 0)
-                    if y_partials is not None:
-                        tl.store(at + POSITIVE_SUM * slot, column_sum, mask=column_mask)
-                        tl.store(at + POSITIVE_COUNT * slot, column_count, mask=column_mask)
-                        if STATS:
-                            tl.store(at + TOP_POSITIVE * slot, column_top, mask=column_mask)
+            found = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
+            statistics = _add_subtile(statistics, s, positive, found, EPILOGUE, SLOTS, 1)
+            if y_partials is not None:
+                of_columns = _add_subtile(_neutral(SUBTILE), s, positive, found, EPILOGUE, SLOTS, 0)
+                at = y_partials + block_row.to(tl.int64) * num_columns + column
+                _store(of_columns, SLOTS, at, num_down.to(tl.int64) * num_columns, column_mask)
         if GRADIENTS:
             if EPILOGUE == "softmax":
                 # row_grad * (probability - label) of the rows and, where columns have a loss too, of the columns.
@@ -192,18 +151,8 @@ def tile_kernel(
                 dlogits_at = dlogits + row[:, None].to(tl.int64) * dlogits_stride + column[None, :]
                 tl.store(dlogits_at, (ds * DLOGITS_SCALE).to(dlogits.dtype.element_ty), mask=in_tile)
     if STATISTICS:
-        at, slot = x_partials + block_column.to(tl.int64) * num_rows + row, num_across.to(tl.int64) * num_rows
-        tl.store(at + SUM * slot, row_sum, mask=row_mask)
-        if MAXIMA:
-            tl.store(at + MAX * slot, row_max, mask=row_mask)
-            if label_smoothing is not None:
-                tl.store(at + LOGIT_SUM * slot, logit_sum, mask=row_mask)
-                tl.store(at + LOGIT_COUNT * slot, logit_count, mask=row_mask)
-            if POSITIVES:
-                tl.store(at + POSITIVE_SUM * slot, positive_sum, mask=row_mask)
-                tl.store(at + POSITIVE_COUNT * slot, positive_count, mask=row_mask)
-                if STATS:
-                    tl.store(at + TOP_POSITIVE * slot, top_positive, mask=row_mask)
+        at = x_partials + block_column.to(tl.int64) * num_rows + row
+        _store(statistics, SLOTS, at, num_across.to(tl.int64) * num_rows, row_mask)
     if sums is not None:
         at = sums + 2 * (block_row.to(tl.int64) * num_across + block_column)
         tl.store(at, scale_sum)
@@ -252,18 +201,18 @@ def _subtile(block, INDEX: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_ROWS: tl.
 
 
 @triton.jit
-def _pairs(mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE: tl.constexpr):
+def _pairs(mask, row, column, row_mask, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE: tl.constexpr):
     """Which pairs have a logit, and which of them are positives. Consecutive targets are not loaded."""
     positive = tl.zeros((1, 1), dtype=tl.int1)
     if target_offset is not None:
         if targets is None:
             target = row.to(tl.int64) + target_offset
         else:
-            target = tl.load(targets + row, mask=row < num_rows, other=0) + target_offset
-        in_tile = (row < num_rows) & (target >= 0) & (target < num_columns)
+            target = tl.load(targets + row, mask=row_mask, other=0) + target_offset
+        in_tile = row_mask & (target >= 0) & (target < num_columns)
         positive = tl.where(in_tile, target, -1).to(tl.int32)[:, None] == column[None, :]
     if ID_RULE != "ignore":
-        x_id = tl.load(x_ids + row, mask=row < num_rows, other=0)
+        x_id = tl.load(x_ids + row, mask=row_mask, other=0)
         y_id = tl.load(y_ids + column, mask=column < num_columns, other=0)
         same = x_id[:, None] == y_id[None, :]
         if ID_RULE == "mask":
@@ -280,8 +229,44 @@ def _finite(max_):
 
 
 @triton.jit
-def _sum_and_count(values, which, AXIS: tl.constexpr):
-    return tl.sum(tl.where(which, values, 0.0), AXIS), tl.sum(which.to(tl.float32), AXIS)
+def _neutral(LENGTH: tl.constexpr):
+    """The partial statistics of no logits, by slot."""
+    zeros, lowest = tl.zeros((LENGTH,), tl.float32), tl.full((LENGTH,), NEG_INF, tl.float32)
+    return lowest, zeros, zeros, zeros, zeros, zeros, lowest
+
+
+@triton.jit
+def _add_subtile(old, s, positive, found, EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, AXIS: tl.constexpr):
+    """The partial statistics of rows (axis 1) or columns, with one more subtile, by an online softmax.
+
+    `found`: the subtile has positives. The compiler drops what is computed here and not stored.
+    """
+    old_max, sum_, positive_sum, positive_count, logit_sum, logit_count, top_positive = old
+    max_ = tl.maximum(old_max, tl.max(s, AXIS))
+    below = s - tl.expand_dims(_finite(max_), AXIS)
+    if AXIS == 1:  # a column has no earlier subtiles
+        moved = _finite(old_max) - _finite(max_)
+        positive_sum += positive_count * moved
+        logit_sum += logit_count * moved
+        if EPILOGUE == "softmax":
+            sum_ *= tl.exp(old_max - _finite(max_))
+    sum_ += tl.sum(tl.exp(below) if EPILOGUE == "softmax" else _softplus(tl.where(positive, -s, s)), AXIS)
+    if SLOTS[LOGIT_SUM]:
+        logit_sum += tl.sum(tl.where(s == NEG_INF, 0.0, below), AXIS)
+        logit_count += tl.sum((s != NEG_INF).to(tl.float32), AXIS)
+    if SLOTS[POSITIVE_SUM]:  # noqa: SIM102, known when compiling, unlike the next
+        if found:
+            positive_sum += tl.sum(tl.where(positive, below, 0.0), AXIS)
+            positive_count += tl.sum(positive.to(tl.float32), AXIS)
+            top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), AXIS))
+    return max_, sum_, positive_sum, positive_count, logit_sum, logit_count, top_positive
+
+
+@triton.jit
+def _store(statistics, SLOTS: tl.constexpr, at, stride, mask):
+    for slot in tl.static_range(len(SLOTS)):
+        if SLOTS[slot]:
+            tl.store(at + slot * stride, statistics[slot], mask=mask)
 
 
 @triton.jit

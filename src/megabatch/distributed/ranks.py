@@ -211,4 +211,5 @@ def _first_difference(values: Sequence[Any]) -> str:
 def _alike(one: Any, other: Any) -> bool:
     """NaN is like NaN. Ranks may round differently: the exponential of a logarithm, for one."""
     floats = isinstance(one, float) and isinstance(other, float)
-    return repr(one) == repr(other) or (floats and math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12))
+    close = floats and math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12)
+    return close or one == other or repr(one) == repr(other)
