@@ -151,13 +151,13 @@ def test_launches_have_the_default_settings_and_arguments_of_real_ones():
         assert bool(merges) == statistics
         assert (arguments["x_partials"] is not None) == statistics
         gradients = "backward" in name or "one pass" in name
-        assert (arguments["x_row_grad"] is not None) == gradients
+        assert (arguments["x_label"] is not None) == gradients
         assert (arguments["dlogits"] is not None) == (gradients and "frozen" not in name)
         keeps = "scores" in name or "forward keep" in name
         assert (arguments["dots"] is not None) == (keeps or "backward kept" in name)
         assert (arguments["target_offset"] is not None) == ("no targets" not in name and "supcon" not in name)
         assert (arguments["targets"] is not None) == ("explicit targets" in name)
-        assert arguments["STATS"] == ("stats" in name)
+        assert bool(arguments["SLOTS"] and arguments["SLOTS"][6]) == ("stats" in name)
         assert (arguments["label_smoothing"] is not None) == ("smoothing" in name)
         assert (arguments["ID_RULE"] != "ignore") == ("ids" in name)
         assert arguments["DIAGONAL"] == ("diagonal" in name)

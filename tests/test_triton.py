@@ -806,7 +806,8 @@ def test_partial_statistics_may_lie_beyond_32_bits() -> None:
     of_rows = reserved((2, 3, 32), (3 * num_rows, num_rows, 1), torch.float32)
     of_columns = reserved((2, num_columns), (num_rows // 32 * num_columns, 1), torch.float32)
     changes = {"num_rows": num_rows, "GROUP_ROWS": 1}
-    new_backend(spec, changes)._run(tile, x_partials=of_rows, y_partials=of_columns)
+    slots = (True, True, False, False, False, False, False)
+    new_backend(spec, changes)._run(tile, x_partials=of_rows, y_partials=of_columns, SLOTS=slots)
     blocks = logits.view(32, 3, 32)
     max_ = blocks.amax(2)
     torch.testing.assert_close(of_rows, torch.stack([max_, (blocks - max_[:, :, None]).exp().sum(2)]).mT)
@@ -825,7 +826,7 @@ def test_partial_statistics_are_merged_from_beyond_32_bits() -> None:
     # As if the rest of these rows were there: what belongs to row 32 is read, and written behind what is looked at.
     table = torch.zeros(len(tile.rows.state.names), 64, dtype=torch.float64)
     tile.rows.state = State(tile.rows.state.names, table[:, :32]).reset()
-    backend._merge(tile, "x", partials)
+    backend._merge(tile, "x", partials, positives=False)
     state = tile.rows.state
     found = state["max"] + state["sum_exp"].log()
     torch.testing.assert_close(found, (partials[0].double() + partials[1].double().log()).logsumexp(0))

@@ -17,7 +17,6 @@ from ..losses.state import OWN_MAX
 from . import workspace
 
 MIB = 2**20
-DEFAULT_BUDGET = 256 * MIB
 # dlogits are multiplied by it before they are rounded to float16, whose smallest normal number is 6e-5. They are 2 at
 # most, and in a batch of a million they still have all their digits.
 FLOAT16_DLOGITS_SCALE = 2.0**14
@@ -40,7 +39,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     useful_height: ClassVar[int]
-    default_budget: ClassVar[int] = DEFAULT_BUDGET
+    default_budget: ClassVar[int] = 256 * MIB
 
     spec: Spec
     scale: float
@@ -61,13 +60,8 @@ class Backend(ABC):
     # ---- what it can do, and what it takes
 
     @staticmethod
-    def suits(device: torch.device) -> bool:
-        """Whether it is made for devices of this kind: "auto" asks no other."""
-        return True
-
-    @staticmethod
     def reasons_against(device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Why this backend cannot run a call; none if it can."""
+        """Why this backend cannot run a call."""
         return []
 
     @staticmethod
@@ -123,16 +117,12 @@ class Backend(ABC):
 
     def _multiply_dlogits(self, tile: Tile, dlogits: Tensor) -> None:
         """The two products of the backward: dS @ Y and dS.T @ X, added to the gradients."""
-        if tile.rows.grad is not None:
-            self._add_product(dlogits, self._operand("columns", tile.columns), tile.rows)
-        if tile.columns.grad is not None and not tile.is_diagonal:
-            self._add_product(dlogits.T, self._operand("rows", tile.rows), tile.columns)
-
-    def _add_product(self, dlogits: Tensor, features: Tensor, block: Block) -> None:
-        assert block.grad is not None
-        beta = 0.0 if block.grad_is_empty else 1.0
-        multiply(dlogits, features, out=block.grad, alpha=1 / self.dlogits_scale, beta=beta)
-        block.grad_is_empty = False
+        products = [(tile.rows, dlogits, "columns", tile.columns), (tile.columns, dlogits.T, "rows", tile.rows)]
+        for block, left, side, other in products[:1] if tile.is_diagonal else products:
+            if block.grad is not None:
+                beta = 0.0 if block.grad_is_empty else 1.0
+                multiply(left, self._operand(side, other), out=block.grad, alpha=1 / self.dlogits_scale, beta=beta)
+                block.grad_is_empty = False
 
     def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         """Scratch memory of this call, by name."""

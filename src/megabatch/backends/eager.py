@@ -40,22 +40,18 @@ class Eager(Backend):
         rounded = operand if operand != element else 0  # dlogits
         return rows * columns * (floats * element + rounded + (3 if masked else 0))
 
-    @staticmethod
-    def common_shift(largest_logit: float) -> float:
-        return common_shift(largest_logit)
+    common_shift = staticmethod(common_shift)
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
-        self._epilogue.statistics(tile, self._logits(tile, kept))
+        self._epilogue.statistics(tile, self.scores(tile, kept))
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
-        logits = self._logits(tile) if kept is None else shaped(kept, tile.shape)
+        logits = self.scores(tile) if kept is None else shaped(kept, tile.shape)
         dlogits = self._epilogue.dlogits(tile, logits, fresh=kept is None)
         if self.sum_for_bias:
             self.scalar_sums[1].add_(dlogits.sum(1).sum(dtype=torch.float64))
         if self.sum_for_scale:
-            products = self._buffer("products", tile.shape)
-            if kept is not None:
-                self._multiply_features(tile, products)
+            products = self._buffer("products", tile.shape) if kept is None else self._products(tile)
             total = products.mul_(dlogits).sum(1).sum(dtype=torch.float64)
             # The dlogits of a diagonal tile serve both triangles, and both are in it.
             self.scalar_sums[0].add_(total, alpha=0.5 if tile.is_diagonal else 1.0)
@@ -63,23 +59,22 @@ class Eager(Backend):
             dlogits.mul_(self.dlogits_scale)
         self._multiply_dlogits(tile, dlogits.to(self.operand_dtype))
 
-    def scores(self, tile: Tile) -> Tensor:
-        return self._logits(tile)
-
-    def _logits(self, tile: Tile, memory: Tensor | None = None) -> Tensor:
+    def scores(self, tile: Tile, memory: Tensor | None = None) -> Tensor:
         out = self._buffer("logits", tile.shape) if memory is None else shaped(memory, tile.shape)
         if self.sum_for_scale or self.scale == 0:  # BLAS skips the product at 0; then inf * 0 would not be NaN
-            torch.mul(self._multiply_features(tile, self._buffer("products", tile.shape)), self.scale, out=out)
-        elif self.operand_dtype == out.dtype:
-            rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
-            torch.addmm(out, rows, columns.T, alpha=self.scale, beta=0, out=out)
+            torch.mul(self._products(tile), self.scale, out=out)
         else:
-            self._multiply_features(tile, out, alpha=self.scale)
+            rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
+            if self.operand_dtype == out.dtype:
+                torch.addmm(out, rows, columns.T, alpha=self.scale, beta=0, out=out)
+            else:
+                multiply(rows, columns.T, out=out, alpha=self.scale)
         if tile.is_diagonal:
             # A BLAS rounds (i, j) and (j, i) differently, but row i's sum has one and column i's dlogits the other.
             torch.mul(torch.add(out, out.T, out=self._buffer("scratch", tile.shape)), 0.5, out=out)
         return out.add_(self.bias) if self.bias else out
 
-    def _multiply_features(self, tile: Tile, out: Tensor, alpha: float = 1.0) -> Tensor:
+    def _products(self, tile: Tile) -> Tensor:
+        """x.y, in a buffer that the next tile overwrites."""
         rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
-        return multiply(rows, columns.T, out=out, alpha=alpha)
+        return multiply(rows, columns.T, out=self._buffer("products", tile.shape))

@@ -1,7 +1,8 @@
 """The epilogues of the eager backend: what happens to the logits of a tile between its products.
 
 Letters: S the logits of a tile, [r, c], -inf where a pair does not count; dS = d loss / d S, up to a factor common to
-all tiles. An epilogue works in place on S and on buffers of the same shape, in as few passes as it can.
+all tiles; `same` the positives by id, apart from targets. An epilogue works in place on S and on buffers of the same
+shape, in as few passes as it can.
 """
 
 import math
@@ -37,29 +38,25 @@ class _Epilogue:
     def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Callable[[str, tuple[int, int]], Tensor]) -> None:
         self.spec, self.stats, self.shift, self.buffer = spec, stats, shift, buffer
 
-    def id_mask(self, tile: Tile) -> Tensor | None:
-        """The pairs of equal ids, if there are any and they mean something."""
-        return None if self.spec.id_rule == "ignore" else tile.id_mask()
+    def masks(self, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
+        """The pairs of equal ids, where a tile has any: those that do not count, and those that are positives."""
+        same = None if self.spec.id_rule == "ignore" else tile.id_mask()
+        return (same, None) if self.spec.id_rule == "mask" else (None, same)
 
-    def exclude(self, tile: Tile, values: Tensor, id_mask: Tensor | None, fill: float = -math.inf) -> None:
+    def exclude(self, tile: Tile, values: Tensor, masked: Tensor | None, fill: float = -math.inf) -> None:
         """Cover the pairs that do not count, before anything takes a maximum or a sum."""
-        if id_mask is not None and self.spec.id_rule == "mask":
-            values.masked_fill_(id_mask, fill)
+        if masked is not None:
+            values.masked_fill_(masked, fill)
         if tile.is_diagonal:
             values.fill_diagonal_(fill)
 
-    def positive_mask(self, id_mask: Tensor | None) -> Tensor | None:
-        """The positives by id, apart from the targets."""
-        return id_mask if self.spec.id_rule == "positive" else None
-
-    def tops(self, tile: Tile, side: str, logits: Tensor, id_mask: Tensor | None) -> Piece:
+    def tops(self, tile: Tile, side: str, logits: Tensor, same: Tensor | None) -> Piece:
         """The largest logit of every row (or column), and of its positives."""
         positives = self.buffer("scratch", tile.shape).fill_(-math.inf)
         if tile.targets is not None:
             tile.targets.put(positives, tile.targets.of(logits))
-        mask = self.positive_mask(id_mask)
-        if mask is not None:
-            torch.where(mask, logits, positives, out=positives)
+        if same is not None:
+            torch.where(same, logits, positives, out=positives)
         return {"top": logits.amax(AXIS[side]), "top_positive": positives.amax(AXIS[side])}
 
     def sum_where(self, tile: Tile, side: str, mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,30 +71,30 @@ class Softmax(_Epilogue):
 
     def statistics(self, tile: Tile, logits: Tensor) -> None:
         """Add the tile to the statistics of its rows and columns. Leaves exp(S - shift), or S with OWN_MAX."""
-        id_mask = self.id_mask(tile)
-        self.exclude(tile, logits, id_mask)
+        masked, same = self.masks(tile)
+        self.exclude(tile, logits, masked)
         sides = ("rows", "columns") if tile.has_column_statistics(self.spec) else ("rows",)
-        pieces = {side: self.tops(tile, side, logits, id_mask) if self.stats else {} for side in sides}
+        pieces = {side: self.tops(tile, side, logits, same) if self.stats else {} for side in sides}
         if self.shift == OWN_MAX:
             for side, piece in pieces.items():
                 piece["max"] = logits.amax(AXIS[side])
                 finite = piece["max"].clamp_min(torch.finfo(logits.dtype).min)
                 # A mask is summed by way of the scratch buffer.
-                buffer = "scratch" if id_mask is None and not self.spec.label_smoothing else "spare"
+                buffer = "scratch" if same is None and not self.spec.label_smoothing else "spare"
                 shifted = torch.sub(logits, finite.unsqueeze(AXIS[side]), out=self.buffer(buffer, tile.shape))
-                self._reduce(tile, {side: piece}, shifted, finite, id_mask)
+                self._reduce(tile, {side: piece}, shifted, finite, same)
         else:
             shifted = logits.sub_(self.shift) if self.shift else logits
-            self._reduce(tile, pieces, shifted, self.shift, id_mask)
+            self._reduce(tile, pieces, shifted, self.shift, same)
 
     def _reduce(
-        self, tile: Tile, pieces: dict[str, Piece], shifted: Tensor, shift: Tensor | float, id_mask: Tensor | None
+        self, tile: Tile, pieces: dict[str, Piece], shifted: Tensor, shift: Tensor | float, same: Tensor | None
     ) -> None:
         """Complete the pieces of a State and merge them. Turns shifted logits into exponentials."""
-        mask, targets = self.positive_mask(id_mask), tile.targets
+        targets = tile.targets
         for side, piece in pieces.items():
-            if mask is not None:
-                total, count = self.sum_where(tile, side, mask, shifted)
+            if same is not None:
+                total, count = self.sum_where(tile, side, same, shifted)
                 piece |= {"positive_sum": total + shift * count, "positive_count": count}
             if self.spec.label_smoothing:
                 total, count = self.sum_where(tile, side, shifted != -math.inf, shifted)
@@ -124,12 +121,12 @@ class Softmax(_Epilogue):
                     targets.add_to_side(side, state["positive_count"], 1.0)
 
     def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
-        """dS = row_grad * (p - aim) of the rows and of the columns, from what `statistics` left or, `fresh`, from S."""
-        id_mask = self.id_mask(tile)
+        """dS = row_grad * (probability - label) of rows and columns, from what `statistics` left or, if fresh, S."""
+        masked, same = self.masks(tile)
         blocks = [tile.rows, tile.columns] if self.spec.two_sided else [tile.rows]
         out = self.buffer("scratch", tile.shape)
         if fresh:
-            self.exclude(tile, logits, id_mask)
+            self.exclude(tile, logits, masked)
         if self.shift == OWN_MAX:
             second = logits if fresh else self.buffer("logits", tile.shape)
             for block, axis, target in zip(blocks, (1, 0), (out, second), strict=False):
@@ -141,26 +138,25 @@ class Softmax(_Epilogue):
             if fresh:
                 (logits.sub_(self.shift) if self.shift else logits).exp_()
             torch.mul(logits, _outer([block.probability_factor for block in blocks], out), out=out)
-        self._subtract_aim(tile, blocks, out, id_mask)
+        self._subtract_labels(tile, blocks, out, same)
+        if self.spec.label_smoothing:
+            self.exclude(tile, out, masked, 0.0)
         return out
 
-    def _subtract_aim(self, tile: Tile, blocks: list[Block], dlogits: Tensor, id_mask: Tensor | None) -> None:
-        smoothing, mask = self.spec.label_smoothing, self.positive_mask(id_mask)
-        if tile.targets is None and mask is None and not smoothing:
-            return
-        shares = [_per_count(block, "positive_count", 1 - smoothing) for block in blocks]
-        if tile.targets is not None and "positive_count" not in tile.rows.state and tile.rows.has_unit_row_grad:
-            tile.targets.add(dlogits, (smoothing - 1) * len(blocks))
-        elif tile.targets is not None:
-            sides = (tile.targets.of_side(side, share) for side, share in zip(AXIS, shares, strict=False))
-            tile.targets.add(dlogits, -sum(sides))
-        if mask is not None or smoothing:
+    def _subtract_labels(self, tile: Tile, blocks: list[Block], dlogits: Tensor, same: Tensor | None) -> None:
+        smoothing, targets = self.spec.label_smoothing, tile.targets
+        if targets is not None and "positive_count" not in tile.rows.state and tile.rows.has_unit_row_grad:
+            targets.add(dlogits, (smoothing - 1) * len(blocks))
+        elif targets is not None:
+            shares = (targets.of_side(side, getattr(tile, side).positive_share) for side in list(AXIS)[: len(blocks)])
+            targets.add(dlogits, (smoothing - 1) * sum(shares))
+        if same is not None:
             spare = self.buffer("spare", tile.shape)
-        if mask is not None:
-            dlogits.sub_(torch.where(mask, _outer(shares, spare), dlogits.new_zeros(()), out=spare))
+            share = _outer([block.positive_share for block in blocks], spare)
+            dlogits.sub_(torch.where(same, share, dlogits.new_zeros(()), out=spare), alpha=1 - smoothing)
         if smoothing:
-            dlogits.sub_(_outer([_per_count(block, "logit_count", smoothing) for block in blocks], spare))
-            self.exclude(tile, dlogits, id_mask, 0.0)
+            share = _outer([block.uniform_share for block in blocks], self.buffer("spare", tile.shape))
+            dlogits.sub_(share, alpha=smoothing)
 
 
 class Sigmoid(_Epilogue):
@@ -168,48 +164,40 @@ class Sigmoid(_Epilogue):
 
     def statistics(self, tile: Tile, logits: Tensor) -> None:
         """Add the tile to the statistics of its rows. Leaves S, negated where a pair is positive."""
-        id_mask = self.id_mask(tile)
-        self.exclude(tile, logits, id_mask)
-        rows, columns, targets = tile.rows.state, tile.columns.state, tile.targets
+        masked, same = self.masks(tile)
+        self.exclude(tile, logits, masked)
+        rows, targets = tile.rows.state, tile.targets
         if self.stats:
-            rows.merge(self.tops(tile, "rows", logits, id_mask))
-            columns.merge(self.tops(tile, "columns", logits, id_mask))
-            mask = self.positive_mask(id_mask)
-            if mask is not None:
-                total, count = self.sum_where(tile, "rows", mask, logits)
+            rows.merge(self.tops(tile, "rows", logits, same))
+            tile.columns.state.merge(self.tops(tile, "columns", logits, same))
+            if same is not None:
+                total, count = self.sum_where(tile, "rows", same, logits)
                 rows.merge({"positive_sum": total, "positive_count": count})
             if targets is not None:
                 targets.add_to_side("rows", rows["positive_sum"], targets.of(logits).double())
                 targets.add_to_side("rows", rows["positive_count"], 1.0)
-        self._negate_positives(tile, logits, id_mask)
-        scratch = self.buffer("scratch", tile.shape)
-        torch.ops.aten.softplus.out(logits, 1, 40, out=scratch)
-        rows.merge({"softplus_sum": scratch.sum(1)})
+        self._negate_positives(tile, logits, same)
+        softplus = torch.ops.aten.softplus.out(logits, 1, 40, out=self.buffer("scratch", tile.shape))
+        rows.merge({"softplus_sum": softplus.sum(1)})
 
     def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
         """dS, from S as `statistics` leaves it, or fresh."""
-        id_mask = self.id_mask(tile)
+        masked, same = self.masks(tile)
         if fresh:
-            self.exclude(tile, logits, id_mask)
-            self._negate_positives(tile, logits, id_mask)
+            self.exclude(tile, logits, masked)
+            self._negate_positives(tile, logits, same)
         out = torch.sigmoid(logits, out=self.buffer("scratch", tile.shape))
-        self._negate_positives(tile, out, id_mask)
+        self._negate_positives(tile, out, same)
         return out if tile.rows.has_unit_row_grad else out.mul_(tile.rows.row_grad.to(out.dtype)[:, None])
 
-    def _negate_positives(self, tile: Tile, values: Tensor, id_mask: Tensor | None) -> None:
+    def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
         if tile.targets is not None:
             tile.targets.put(values, -tile.targets.of(values))
-        mask = self.positive_mask(id_mask)
-        if mask is not None:
-            torch.where(mask, torch.neg(values, out=self.buffer("spare", tile.shape)), values, out=values)
+        if same is not None:
+            torch.where(same, torch.neg(values, out=self.buffer("spare", tile.shape)), values, out=values)
 
 
 def _outer(vectors: list[Tensor], out: Tensor) -> Tensor:
     """rows[:, None], plus columns[None, :] where there are any."""
     rows = vectors[0].to(out.dtype)[:, None]
     return rows if len(vectors) == 1 else torch.add(rows, vectors[1].to(out.dtype), out=out)
-
-
-def _per_count(block: Block, count: str, share: float) -> Tensor:
-    row_grad = block.row_grad if share == 1 else block.row_grad * share
-    return row_grad / block.state[count].clamp_min(1) if count in block.state else row_grad

@@ -20,8 +20,7 @@ from . import triton_settings
 from .backend import Backend, float32_precision, shaped, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings
 
-NUM_PARTIALS = 7  # statistics of a row or a column of one block, as the kernels number them
-SAVED = ("max", "sum_exp", "positive_count", "logit_count")  # of the state, for the gradients
+NUM_SLOTS = 7  # for partial statistics of a row or a column of one block, as the kernels number them
 
 
 def _import_trouble() -> str:
@@ -103,7 +102,7 @@ class Triton(Backend):
     @staticmethod
     def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
         """Dlogits, which a sigmoid loss may write where logits are kept, and partial statistics by blocks of 64."""
-        partials = NUM_PARTIALS * (rows * -(-columns // 64) + columns * -(-rows // 64))
+        partials = NUM_SLOTS * (rows * -(-columns // 64) + columns * -(-rows // 64))
         dlogits = element if spec.epilogue == "sigmoid" else operand
         return rows * _aligned(columns) * dlogits + partials * torch.float32.itemsize
 
@@ -111,17 +110,20 @@ class Triton(Backend):
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
         down, across = _num_blocks(tile, self.settings_for(tile))
-        partials = {"x": self._buffer("row partials", (NUM_PARTIALS * across, len(tile.rows)), torch.float32)}
+        maxima, smoothing = self.spec.epilogue == "softmax" or self.stats, self.spec.label_smoothing > 0
+        positives = maxima and (_has_targets(tile) or self._id_rule(tile) == "positive")
+        slots = maxima, True, positives, positives, smoothing, smoothing, positives and self.stats
+        partials = {"x": self._buffer("row partials", (NUM_SLOTS * across, len(tile.rows)), torch.float32)}
         if self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec):
-            partials["y"] = self._buffer("column partials", (NUM_PARTIALS * down, len(tile.columns)), torch.float32)
-        outputs = {f"{side}_partials": memory for side, memory in partials.items()}
+            partials["y"] = self._buffer("column partials", (NUM_SLOTS * down, len(tile.columns)), torch.float32)
+        outputs: dict[str, Any] = {f"{side}_partials": memory for side, memory in partials.items()}
         if kept is not None and self._keeps_dlogits:
             outputs["dlogits"] = self._dlogits_memory(tile, kept)
         elif kept is not None:
             outputs["dots"] = shaped(kept, tile.shape)
-        self._run(tile, gradients="dlogits" in outputs, **outputs)
+        self._run(tile, gradients="dlogits" in outputs, SLOTS=slots, **outputs)
         for side, memory in partials.items():
-            self._merge(tile, side, memory)
+            self._merge(tile, side, memory, positives)
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
         dlogits = self.dlogits(tile, kept)
@@ -156,7 +158,7 @@ class Triton(Backend):
 
     # ---- launches
 
-    def _run(self, tile: Tile, gradients: bool = False, **outputs: Tensor | None) -> None:
+    def _run(self, tile: Tile, gradients: bool = False, **outputs: Any) -> None:
         """The tile kernel. Dots among the outputs of gradients are an input: what those are computed from."""
         from .triton_kernels import tile_kernel
 
@@ -174,7 +176,6 @@ class Triton(Backend):
             "EPILOGUE": spec.epilogue,
             "ID_RULE": self._id_rule(tile),
             "DIAGONAL": tile.is_diagonal,
-            "STATS": self.stats and "x_partials" in outputs,
             "DLOGITS_SCALE": self.dlogits_scale,
             "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
             "PRECISION": self._precision,
@@ -185,8 +186,8 @@ class Triton(Backend):
             "targets": rows.targets,
             "target_offset": (rows.target_offset or 0) - columns.offset if _has_targets(tile) else None,
             "label_smoothing": spec.label_smoothing or None,
-            **(_row_terms("x", rows) if gradients else {}),
-            **(_row_terms("y", columns) if gradients and spec.two_sided else {}),
+            **(self._row_terms("x", rows) if gradients else {}),
+            **(self._row_terms("y", columns) if gradients and spec.two_sided else {}),
             **outputs,
             "dlogits_stride": None if dlogits is None else dlogits.stride(0),
             "sums": sums,
@@ -206,30 +207,30 @@ class Triton(Backend):
             x, y, norms = self._operand("rows", tile.rows), self._operand("columns", tile.columns), {}
         return {"x": x, "y": y, "width": x.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), **norms}
 
+    def _row_terms(self, side: str, block: Block) -> dict[str, Tensor]:
+        """What the dlogits of a row (x) or a column (y) depend on."""
+        terms = {"label": block.row_grad}
+        if self.spec.epilogue == "softmax":
+            terms = {"label": block.positive_share, "max": block.state["max"], "factor": block.probability_factor}
+        if self.spec.label_smoothing:
+            terms["uniform"] = block.uniform_share
+        return {f"{side}_{name}": term for name, term in terms.items()}
+
     def _id_rule(self, tile: Tile) -> str:
         """What ids mean in this tile."""
         return "ignore" if tile.rows.ids is None or tile.columns.ids is None else self.spec.id_rule
 
-    def _merge(self, tile: Tile, side: str, partials: Tensor) -> None:
+    def _merge(self, tile: Tile, side: str, partials: Tensor, positives: bool) -> None:
         """Add the partial statistics of the rows (x) or columns (y) of a tile to their state."""
         from .triton_kernels import merge_kernel
 
         block = tile.rows if side == "x" else tile.columns
-        absent: set[str] = set()
-        if not _has_targets(tile) and self._id_rule(tile) != "positive":
-            absent = {"positive_sum", "positive_count", "top_positive"}
-        if side == "y" and self.spec.epilogue == "sigmoid":
-            absent |= {"softplus_sum", "positive_sum", "positive_count"}
-        arguments = {
-            "partials": partials,
-            "length": len(block),
-            "num_blocks": len(partials) // NUM_PARTIALS,
-            "BLOCKS": 16,
-            "ROWS": 32,
-            "num_warps": 4,
-            **{f"{name}_at": block.state[name] for name in block.state.names if name not in absent},
-        }
-        self._launch(merge_kernel, -(-len(block) // 32), arguments)
+        names = [name for name in block.state.names if positives or "positive" not in name]
+        if side == "y" and self.spec.epilogue == "sigmoid":  # whose losses are those of rows
+            names = [name for name in names if name.startswith("top")]
+        sizes = {"length": len(block), "num_blocks": len(partials) // NUM_SLOTS, "BLOCKS": 16, "ROWS": 32}
+        fields = {f"{name}_at": block.state[name] for name in names}
+        self._launch(merge_kernel, -(-len(block) // 32), {"partials": partials, **sizes, **fields, "num_warps": 4})
 
     def _launch(self, kernel: Any, num_programs: int, arguments: dict[str, Any], large: bool = True) -> None:
         # No fused multiply-add: forward and backward must round logits alike.
@@ -266,12 +267,6 @@ def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
 def _has_targets(tile: Tile) -> bool:
     """Whether targets may lie in this tile. Explicit ones are only known to the device."""
     return tile.rows.targets is not None or tile.targets is not None
-
-
-def _row_terms(side: str, block: Block) -> dict[str, Tensor]:
-    """What the dlogits of a row (x) or a column (y) depend on."""
-    fields = {f"{side}_{name}": block.state[name] for name in SAVED if name in block.state}
-    return {f"{side}_row_grad": block.row_grad, **fields}
 
 
 def _aligned(columns: int) -> int:

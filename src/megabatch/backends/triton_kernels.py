@@ -17,9 +17,9 @@ any, so that nothing spills.
 import triton
 import triton.language as tl
 
-# Partial statistics of a row, or a column, of one block; a kernel writes those that the loss has. SUM is the sum of
-# exp(logit - MAX), or of softplus. The sums of logits are sums of logit - MAX, which keeps their digits; the number of
-# those logits comes next.
+# Slots for the partial statistics of a row, or a column, of one block; those that the loss has are written. SUM is the
+# sum of exp(logit - MAX), or of softplus. The sums of logits are sums of logit - MAX, which keeps their digits; the
+# number of those logits comes next.
 MAX, SUM, POSITIVE_SUM, POSITIVE_COUNT = (tl.constexpr(slot) for slot in range(4))
 LOGIT_SUM, LOGIT_COUNT, TOP_POSITIVE = (tl.constexpr(slot) for slot in range(4, 7))
 NEG_INF = tl.constexpr(float("-inf"))
@@ -27,7 +27,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Specializing on these would compile more kernels, none of them faster.
 _ANY_NUMBER = ["num_rows", "num_columns", "target_offset"]
-_OF_A_SIDE = ["norm", "ids", "row_grad", "max", "sum_exp", "positive_count", "logit_count", "partials"]
+_OF_A_SIDE = ["norm", "ids", "label", "max", "factor", "uniform", "partials"]
 _ANY_ADDRESS = ["targets", "dots", "sums", *(f"{side}_{name}" for side in "xy" for name in _OF_A_SIDE)]
 
 
@@ -40,7 +40,6 @@ def tile_kernel(
     EPILOGUE: tl.constexpr,
     ID_RULE: tl.constexpr,
     DIAGONAL: tl.constexpr,
-    STATS: tl.constexpr,
     DLOGITS_SCALE: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -62,31 +61,28 @@ def tile_kernel(
     targets=None,
     target_offset=None,
     label_smoothing=None,
-    # for gradients: row_grad and the state, y's of two-sided losses
-    x_row_grad=None,
-    y_row_grad=None,
+    # for gradients, y's of two-sided losses: row_grad as a Block divides it among positives, sum_exp and columns
+    x_label=None,
+    y_label=None,
     x_max=None,
     y_max=None,
-    x_sum_exp=None,
-    y_sum_exp=None,
-    x_positive_count=None,
-    y_positive_count=None,
-    x_logit_count=None,
-    y_logit_count=None,
+    x_factor=None,
+    y_factor=None,
+    x_uniform=None,
+    y_uniform=None,
     # X @ Y.T: an input where x is None, else an output
     dots=None,
-    # outputs: partial statistics, dS, and sums of dS * x.y and of dS (sigmoid: a softmax does not depend on the bias)
+    # outputs: partial statistics in some SLOTS, dS, sums of dS * x.y and of dS (sigmoid: a bias changes no softmax)
     x_partials=None,
     y_partials=None,
+    SLOTS: tl.constexpr = None,
     dlogits=None,
     dlogits_stride=None,
     sums=None,
 ):
     """One block of a tile: the outputs that are not None."""
     STATISTICS: tl.constexpr = x_partials is not None
-    GRADIENTS: tl.constexpr = x_row_grad is not None
-    MAXIMA: tl.constexpr = EPILOGUE == "softmax" or STATS
-    POSITIVES: tl.constexpr = target_offset is not None or ID_RULE == "positive"
+    GRADIENTS: tl.constexpr = x_label is not None
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
     # Which block: grouped as in Triton's matmul tutorial.
     num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
@@ -101,9 +97,7 @@ def tile_kernel(
         x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride
         y_at = y + tl.minimum(column, num_columns - 1).to(tl.int64) * y_stride
         block = _multiply(x_at, y_at, width, EVEN_WIDTH, PRECISION, BLOCK_WIDTH)
-    zeros, lowest = tl.zeros((BLOCK_ROWS,), tl.float32), tl.full((BLOCK_ROWS,), NEG_INF, tl.float32)
-    row_max, row_sum, positive_sum, positive_count, top_positive = lowest, zeros, zeros, zeros, lowest
-    logit_sum, logit_count = zeros, zeros
+    statistics = _neutral(BLOCK_ROWS)
     scale_sum, bias_sum = 0.0, 0.0
     for index in tl.static_range(SUBTILES):
         column = block_column * BLOCK_COLUMNS + index * SUBTILE + tl.arange(0, SUBTILE)
@@ -121,77 +115,34 @@ def tile_kernel(
             if dots is not None:
                 tl.store(dots + dots_at, xy, mask=in_tile)
         if STATISTICS or GRADIENTS:
-            mask = in_tile
-            if DIAGONAL:
-                mask &= row[:, None] != column[None, :]
+            mask = in_tile & (row[:, None] != column[None, :]) if DIAGONAL else in_tile
             mask, positive = _pairs(
-                mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
+                mask, row, column, row_mask, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
             )
             s = tl.where(mask, xy * scale + bias, NEG_INF)
             if ID_RULE == "positive":
                 positive &= s != NEG_INF  # the mask again, without the registers to keep it in
         if STATISTICS:
-            if EPILOGUE == "sigmoid":
-                row_sum += tl.sum(_softplus(tl.where(positive, -s, s)), 1)
-            if MAXIMA:
-                # Online softmax: the sums of earlier subtiles are moved to the new maximum.
-                new_max = tl.maximum(row_max, tl.max(s, 1))
-                moved = _finite(row_max) - _finite(new_max)
-                below = s - _finite(new_max)[:, None]
-                if EPILOGUE == "softmax":
-                    row_sum = row_sum * tl.exp(row_max - _finite(new_max)) + tl.sum(tl.exp(below), 1)
-                if label_smoothing is not None:
-                    new_sum, new_count = _sum_and_count(below, s != NEG_INF, 1)
-                    logit_sum += logit_count * moved + new_sum
-                    logit_count += new_count
-                row_max = new_max
-                if y_partials is not None:
-                    at = y_partials + block_row.to(tl.int64) * num_columns + column
-                    slot = num_down.to(tl.int64) * num_columns
-                    column_max = tl.max(s, 0)
-                    column_below = s - _finite(column_max)[None, :]
-                    tl.store(at + MAX * slot, column_max, mask=column_mask)
-                    if EPILOGUE == "softmax":
-                        tl.store(at + SUM * slot, tl.sum(tl.exp(column_below), 0), mask=column_mask)
-                    if label_smoothing is not None:
-                        column_sum, column_count = _sum_and_count(column_below, s != NEG_INF, 0)
-                        tl.store(at + LOGIT_SUM * slot, column_sum, mask=column_mask)
-                        tl.store(at + LOGIT_COUNT * slot, column_count, mask=column_mask)
-                if POSITIVES:
-                    positive_sum += positive_count * moved
-                    column_sum, column_count = tl.zeros((SUBTILE,), tl.float32), tl.zeros((SUBTILE,), tl.float32)
-                    column_top = tl.full((SUBTILE,), NEG_INF, tl.float32)
-                    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-                        new_sum, new_count = _sum_and_count(below, positive, 1)
-                        positive_sum += new_sum
-                        positive_count += new_count
-                        top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), 1))
-                        if y_partials is not None:
-                            column_sum, column_count = _sum_and_count(column_below, positive, 0)
-                            column_top = tl.max(tl.where(positive, s, NEG_INF), 0)
-                    if y_partials is not None:
-                        tl.store(at + POSITIVE_SUM * slot, column_sum, mask=column_mask)
-                        tl.store(at + POSITIVE_COUNT * slot, column_count, mask=column_mask)
-                        if STATS:
-                            tl.store(at + TOP_POSITIVE * slot, column_top, mask=column_mask)
+            found = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
+            statistics = _add_subtile(statistics, s, positive, found, EPILOGUE, SLOTS, 1)
+            if y_partials is not None:
+                of_columns = _add_subtile(_neutral(SUBTILE), s, positive, found, EPILOGUE, SLOTS, 0)
+                at = y_partials + block_row.to(tl.int64) * num_columns + column
+                _store(of_columns, SLOTS, at, num_down.to(tl.int64) * num_columns, column_mask)
         if GRADIENTS:
             if EPILOGUE == "softmax":
                 # row_grad * (probability - label) of the rows and, where columns have a loss too, of the columns.
-                ds, label = _softmax_terms(
-                    s, row, row_mask, x_row_grad, x_max, x_sum_exp, x_positive_count, x_logit_count, label_smoothing, 1
-                )
-                if y_row_grad is not None:
-                    y_ds, y_label = _softmax_terms(
-                        s, column, column_mask, y_row_grad, y_max, y_sum_exp, y_positive_count, y_logit_count,
-                        label_smoothing, 0,
-                    )  # fmt: skip
-                    ds, label = ds + y_ds, label + y_label
+                ds, label = _softmax_terms(s, row, row_mask, x_max, x_factor, x_label, x_uniform, label_smoothing, 1)
+                if y_label is not None:
+                    y_ds, columns_label = _softmax_terms(
+                        s, column, column_mask, y_max, y_factor, y_label, y_uniform, label_smoothing, 0
+                    )
+                    ds, label = ds + y_ds, label + columns_label
                 ds -= tl.where(positive, label, 0.0)
                 if label_smoothing is not None:
                     ds = tl.where(s == NEG_INF, 0.0, ds)
             else:
-                row_grad = tl.load(x_row_grad + row, mask=row_mask, other=0.0).to(tl.float32)
-                ds = _sigmoid(s, positive) * row_grad[:, None]
+                ds = _sigmoid(s, positive) * _along(x_label, row, row_mask, 1)
             if sums is not None:
                 scale_sum += tl.sum(tl.sum(ds * xy, 1), 0)
                 if EPILOGUE == "sigmoid":
@@ -200,18 +151,8 @@ def tile_kernel(
                 dlogits_at = dlogits + row[:, None].to(tl.int64) * dlogits_stride + column[None, :]
                 tl.store(dlogits_at, (ds * DLOGITS_SCALE).to(dlogits.dtype.element_ty), mask=in_tile)
     if STATISTICS:
-        at, slot = x_partials + block_column.to(tl.int64) * num_rows + row, num_across.to(tl.int64) * num_rows
-        tl.store(at + SUM * slot, row_sum, mask=row_mask)
-        if MAXIMA:
-            tl.store(at + MAX * slot, row_max, mask=row_mask)
-            if label_smoothing is not None:
-                tl.store(at + LOGIT_SUM * slot, logit_sum, mask=row_mask)
-                tl.store(at + LOGIT_COUNT * slot, logit_count, mask=row_mask)
-            if POSITIVES:
-                tl.store(at + POSITIVE_SUM * slot, positive_sum, mask=row_mask)
-                tl.store(at + POSITIVE_COUNT * slot, positive_count, mask=row_mask)
-                if STATS:
-                    tl.store(at + TOP_POSITIVE * slot, top_positive, mask=row_mask)
+        at = x_partials + block_column.to(tl.int64) * num_rows + row
+        _store(statistics, SLOTS, at, num_across.to(tl.int64) * num_rows, row_mask)
     if sums is not None:
         at = sums + 2 * (block_row.to(tl.int64) * num_across + block_column)
         tl.store(at, scale_sum)
@@ -260,18 +201,18 @@ def _subtile(block, INDEX: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_ROWS: tl.
 
 
 @triton.jit
-def _pairs(mask, row, column, num_rows, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE: tl.constexpr):
+def _pairs(mask, row, column, row_mask, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE: tl.constexpr):
     """Which pairs have a logit, and which of them are positives. Consecutive targets are not loaded."""
     positive = tl.zeros((1, 1), dtype=tl.int1)
     if target_offset is not None:
         if targets is None:
             target = row.to(tl.int64) + target_offset
         else:
-            target = tl.load(targets + row, mask=row < num_rows, other=0) + target_offset
-        in_tile = (row < num_rows) & (target >= 0) & (target < num_columns)
+            target = tl.load(targets + row, mask=row_mask, other=0) + target_offset
+        in_tile = row_mask & (target >= 0) & (target < num_columns)
         positive = tl.where(in_tile, target, -1).to(tl.int32)[:, None] == column[None, :]
     if ID_RULE != "ignore":
-        x_id = tl.load(x_ids + row, mask=row < num_rows, other=0)
+        x_id = tl.load(x_ids + row, mask=row_mask, other=0)
         y_id = tl.load(y_ids + column, mask=column < num_columns, other=0)
         same = x_id[:, None] == y_id[None, :]
         if ID_RULE == "mask":
@@ -288,8 +229,44 @@ def _finite(max_):
 
 
 @triton.jit
-def _sum_and_count(values, which, AXIS: tl.constexpr):
-    return tl.sum(tl.where(which, values, 0.0), AXIS), tl.sum(which.to(tl.float32), AXIS)
+def _neutral(LENGTH: tl.constexpr):
+    """The partial statistics of no logits, by slot."""
+    zeros, lowest = tl.zeros((LENGTH,), tl.float32), tl.full((LENGTH,), NEG_INF, tl.float32)
+    return lowest, zeros, zeros, zeros, zeros, zeros, lowest
+
+
+@triton.jit
+def _add_subtile(old, s, positive, found, EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, AXIS: tl.constexpr):
+    """The partial statistics of rows (axis 1) or columns, with one more subtile, by an online softmax.
+
+    `found`: the subtile has positives. The compiler drops what is computed here and not stored.
+    """
+    old_max, sum_, positive_sum, positive_count, logit_sum, logit_count, top_positive = old
+    max_ = tl.maximum(old_max, tl.max(s, AXIS))
+    below = s - tl.expand_dims(_finite(max_), AXIS)
+    if AXIS == 1:  # a column has no earlier subtiles
+        moved = _finite(old_max) - _finite(max_)
+        positive_sum += positive_count * moved
+        logit_sum += logit_count * moved
+        if EPILOGUE == "softmax":
+            sum_ *= tl.exp(old_max - _finite(max_))
+    sum_ += tl.sum(tl.exp(below) if EPILOGUE == "softmax" else _softplus(tl.where(positive, -s, s)), AXIS)
+    if SLOTS[LOGIT_SUM]:
+        logit_sum += tl.sum(tl.where(s == NEG_INF, 0.0, below), AXIS)
+        logit_count += tl.sum((s != NEG_INF).to(tl.float32), AXIS)
+    if SLOTS[POSITIVE_SUM]:  # noqa: SIM102, known when compiling, unlike the next
+        if found:
+            positive_sum += tl.sum(tl.where(positive, below, 0.0), AXIS)
+            positive_count += tl.sum(positive.to(tl.float32), AXIS)
+            top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), AXIS))
+    return max_, sum_, positive_sum, positive_count, logit_sum, logit_count, top_positive
+
+
+@triton.jit
+def _store(statistics, SLOTS: tl.constexpr, at, stride, mask):
+    for slot in tl.static_range(len(SLOTS)):
+        if SLOTS[slot]:
+            tl.store(at + slot * stride, statistics[slot], mask=mask)
 
 
 @triton.jit
@@ -311,37 +288,30 @@ def _sigmoid(s, positive):
 
 
 @triton.jit
-def _softmax_terms(
-    s, row, mask, row_grad, max_, sum_exp, positive_count, logit_count, label_smoothing, AXIS: tl.constexpr
-):
-    """row_grad * (probability - uniform label), and row_grad * label of a positive, of rows (axis 1) or columns.
-
-    Converted to float32 before the divisions: float64 is slow on most GPUs.
-    """
-    row_grad = tl.load(row_grad + row, mask=mask, other=0.0).to(tl.float32)
-    max_ = tl.load(max_ + row, mask=mask, other=0.0).to(tl.float32)
-    sum_exp = tl.load(sum_exp + row, mask=mask, other=1.0).to(tl.float32)
-    ds = tl.exp(s - tl.expand_dims(max_, AXIS)) * tl.expand_dims(row_grad / sum_exp, AXIS)
-    label = row_grad
-    if positive_count is not None:
-        label /= tl.maximum(tl.load(positive_count + row, mask=mask, other=1.0).to(tl.float32), 1.0)
+def _softmax_terms(s, row, mask, max_, factor, label, uniform, label_smoothing, AXIS: tl.constexpr):
+    """row_grad * (probability - uniform label), and row_grad * label of a positive, of rows (axis 1) or columns."""
+    ds = tl.exp(s - _along(max_, row, mask, AXIS)) * _along(factor, row, mask, AXIS)
+    label = _along(label, row, mask, AXIS)
     if label_smoothing is not None:
-        count = tl.load(logit_count + row, mask=mask, other=1.0).to(tl.float32)
         label *= 1.0 - label_smoothing
-        ds -= tl.expand_dims(label_smoothing * row_grad / tl.maximum(count, 1.0), AXIS)
-    return ds, tl.expand_dims(label, AXIS)
+        ds -= label_smoothing * _along(uniform, row, mask, AXIS)
+    return ds, label
+
+
+@triton.jit
+def _along(vector, row, mask, AXIS: tl.constexpr):
+    """A number per row (axis 1) or column, to combine with S."""
+    return tl.expand_dims(tl.load(vector + row, mask=mask, other=0.0).to(tl.float32), AXIS)
 
 
 # ---- merging
 
 
-_SUMS_AT = ["softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
-_MAXIMA_AT = ["max_at", "sum_exp_at", "top_at", "top_positive_at"]
+_SUMS_AT = ["sum_exp_at", "softplus_sum_at", "positive_sum_at", "positive_count_at", "logit_sum_at", "logit_count_at"]
+_ADDRESSES = ["partials", "max_at", "top_at", "top_positive_at", *_SUMS_AT]
 
 
-@triton.jit(
-    do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=["partials", *_SUMS_AT, *_MAXIMA_AT]
-)
+@triton.jit(do_not_specialize=["length", "num_blocks"], do_not_specialize_on_alignment=_ADDRESSES)
 def merge_kernel(
     partials,
     length,
@@ -361,62 +331,49 @@ def merge_kernel(
 ):
     """Add the partial statistics of all blocks to the state of every row: `State.merge` for many pieces at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = row < length
-    slot = num_blocks.to(tl.int64) * length
-    zeros, lowest = tl.zeros((ROWS,), tl.float64), tl.full((ROWS,), NEG_INF, tl.float64)
-    softplus_sum, positive_sum, positive_count, logit_sum, logit_count = zeros, zeros, zeros, zeros, zeros
-    top, top_positive = lowest, lowest
     if sum_exp_at is not None:
-        max_ = tl.load(max_at + row, mask=row_mask, other=0.0)
-        sum_exp = tl.load(sum_exp_at + row, mask=row_mask, other=0.0)
-    for first in range(0, num_blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        mask = (block < num_blocks)[:, None] & row_mask[None, :]
-        piece = partials + block[:, None].to(tl.int64) * length + row[None, :]
-        if softplus_sum_at is not None:
-            softplus_sum += tl.sum(_piece(piece + SUM * slot, mask), 0)
-        if sum_exp_at is not None or top_at is not None:
-            block_max = tl.load(piece + MAX * slot, mask=mask, other=NEG_INF)
-            new_max = tl.max(block_max, 0)
-            top = tl.maximum(top, new_max.to(tl.float64))
-            subtracted = _finite(block_max).to(tl.float64)  # from every logit of a sum of logits
-        if sum_exp_at is not None:
-            factor = tl.exp(block_max - _finite(new_max)[None, :]).to(tl.float64)
-            new_sum = tl.sum(_piece(piece + SUM * slot, mask) * factor, 0)
-            higher = tl.maximum(max_, new_max.to(tl.float64))
-            new_sum *= tl.exp(new_max.to(tl.float64) - _finite(higher))
-            sum_exp = sum_exp * tl.exp(max_ - _finite(higher)) + new_sum
-            max_ = higher
-        if positive_sum_at is not None:
-            counts = _piece(piece + POSITIVE_COUNT * slot, mask)
-            positive_count += tl.sum(counts, 0)
-            positive_sum += tl.sum(_piece(piece + POSITIVE_SUM * slot, mask) + subtracted * counts, 0)
-        if logit_sum_at is not None:
-            counts = _piece(piece + LOGIT_COUNT * slot, mask)
-            logit_count += tl.sum(counts, 0)
-            logit_sum += tl.sum(_piece(piece + LOGIT_SUM * slot, mask) + subtracted * counts, 0)
-        if top_positive_at is not None:
-            tops = tl.load(piece + TOP_POSITIVE * slot, mask=mask, other=NEG_INF)
-            top_positive = tl.maximum(top_positive, tl.max(tops, 0).to(tl.float64))
-    if sum_exp_at is not None:
-        tl.store(max_at + row, max_, mask=row_mask)
-        tl.store(sum_exp_at + row, sum_exp, mask=row_mask)
-    _update(softplus_sum_at, row, row_mask, softplus_sum)
-    _update(positive_sum_at, row, row_mask, positive_sum)
-    _update(positive_count_at, row, row_mask, positive_count)
-    _update(logit_sum_at, row, row_mask, logit_sum)
-    _update(logit_count_at, row, row_mask, logit_count)
-    _update(top_at, row, row_mask, top, MAXIMUM=True)
-    _update(top_positive_at, row, row_mask, top_positive, MAXIMUM=True)
+        old_max = tl.load(max_at + row, mask=row < length, other=0.0)
+        max_ = _finite(_merge(max_at, MAX, "maximum", partials, row, length, num_blocks, BLOCKS))
+        moved = tl.exp(old_max - max_)
+        _merge(sum_exp_at, SUM, "exponentials", partials, row, length, num_blocks, BLOCKS, max_, moved)
+    _merge(softplus_sum_at, SUM, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(positive_sum_at, POSITIVE_SUM, "logits", partials, row, length, num_blocks, BLOCKS)
+    _merge(positive_count_at, POSITIVE_COUNT, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(logit_sum_at, LOGIT_SUM, "logits", partials, row, length, num_blocks, BLOCKS)
+    _merge(logit_count_at, LOGIT_COUNT, "sum", partials, row, length, num_blocks, BLOCKS)
+    _merge(top_at, MAX, "maximum", partials, row, length, num_blocks, BLOCKS)
+    _merge(top_positive_at, TOP_POSITIVE, "maximum", partials, row, length, num_blocks, BLOCKS)
 
 
 @triton.jit
-def _piece(at, mask):
-    return tl.load(at, mask=mask, other=0.0).to(tl.float64)
+def _merge(
+    field, SLOT: tl.constexpr, KIND: tl.constexpr, partials, row, length, num_blocks, BLOCKS: tl.constexpr,
+    max_=None, moved=1.0,
+):  # fmt: skip
+    """Merge one slot of all blocks into a field of the state. Returns the field.
 
-
-@triton.jit
-def _update(field, row, mask, value, MAXIMUM: tl.constexpr = False):
-    if field is not None:
-        old = tl.load(field + row, mask=mask, other=0.0)
-        tl.store(field + row, tl.maximum(old, value) if MAXIMUM else old + value, mask=mask)
+    `max_` is the new maximum of exponentials, and `moved` turns the sum so far into one below it.
+    """
+    if field is None:
+        return None
+    else:
+        value = tl.load(field + row, mask=row < length, other=0.0) * moved
+        for first in range(0, num_blocks, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)[:, None]
+            mask = (block < num_blocks) & (row < length)[None, :]
+            piece = partials + block.to(tl.int64) * length + row[None, :]
+            slot = num_blocks.to(tl.int64) * length
+            new = tl.load(piece + SLOT * slot, mask=mask, other=NEG_INF if KIND == "maximum" else 0.0).to(tl.float64)
+            if KIND == "maximum":
+                value = tl.maximum(value, tl.max(new, 0))
+            else:
+                if KIND != "sum":
+                    block_max = tl.load(piece + MAX * slot, mask=mask, other=NEG_INF)
+                if KIND == "exponentials":
+                    new *= tl.exp(block_max - max_.to(tl.float32)[None, :]).to(tl.float64)
+                if KIND == "logits":  # of which MAX was subtracted
+                    count = tl.load(piece + (SLOT + 1) * slot, mask=mask, other=0.0).to(tl.float64)
+                    new += _finite(block_max).to(tl.float64) * count
+                value += tl.sum(new, 0)
+        tl.store(field + row, value, mask=row < length)
+        return value

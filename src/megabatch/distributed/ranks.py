@@ -22,8 +22,6 @@ from torch import Tensor
 
 NUMBERS = 32  # that a rank can bring to a handshake. One size for all: ranks may make different calls by mistake
 ERRORS = (ValueError, TypeError, UserWarning)
-REFUSED = -1  # in place of a hash
-TOLERANCE = 1e-5  # relative
 
 Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
@@ -75,28 +73,26 @@ class Ranks:
                 raise error
             return [list(own)]
         _handshakes[self.group] = self.num_handshakes + 1
-        call = f"{self.function}, {self.where}"
-        digest = REFUSED if error is not None else _hash(json.dumps([call, call_site, same]))
-        mine = torch.tensor([digest, *own, *[0.0] * (NUMBERS - len(own))], dtype=torch.float64)
+        kind = next((index for index, kind in enumerate(ERRORS) if isinstance(error, kind)), 0)
+        refusal = None if error is None else [kind, str(error)]
+        facts = [f"{self.function}, {self.where}", refusal, call_site, same]
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()  # exact in float64
+        mine = torch.tensor([int(digest, 16), *own, *[0.0] * (NUMBERS - len(own))], dtype=torch.float64)
         everyones = self._all_gather(mine).tolist()
-        digests = {each[0] for each in everyones}
-        if REFUSED in digests or len(digests) > 1:
-            self._compare(call, same, error, call_site)
+        if error is not None or len({digest for digest, *_ in everyones}) > 1:
+            self._compare(facts, error)
         return [each[1 : 1 + len(own)] for each in everyones]
 
-    def _compare(self, call: str, same: Facts, error: Exception | None, call_site: str) -> None:
+    def _compare(self, facts: list[Any], error: Exception | None) -> None:
         """Raise, on every rank, the first thing that is wrong."""
-        kinds = [index for index, kind in enumerate(ERRORS) if isinstance(error, kind)] or [0]
-        refusal = None if error is None else [kinds[0], str(error)]
-        calls, refusals, sites, sames = zip(*self.all_gather_json([call, refusal, call_site, same]), strict=True)
+        calls, refusals, sites, sames = zip(*self.all_gather_json(facts), strict=True)
         if difference := _first_difference(calls):
             raise RuntimeError(
                 f"megabatch: the ranks of a group must call the same functions in the same order, got {difference}."
             )
         for rank, found in enumerate(refusals):
             if found is not None:
-                all_alike = all(other == found for other in refusals)
-                where = "" if all_alike else f" (On rank {rank} of the group's {self.size}.)"
+                where = "" if refusals.count(found) == self.size else f" (On rank {rank} of the group's {self.size}.)"
                 raise ERRORS[found[0]](found[1] + where) from error
         if all(sites) and (difference := _first_difference(sites)):
             raise RuntimeError(
@@ -104,8 +100,8 @@ class Ranks:
                 "calls may be in another order on one rank. If ranks take different branches, compute the features in "
                 "them and call the loss once after them."
             )
-        for name in same:
-            self.check_same(name, [rank[name] for rank in sames])
+        for name in sames[0]:
+            self.check_same(name, [same[name] for same in sames])
 
     def check_same(self, name: str, values: Sequence[Any], advice: str = "") -> None:
         if difference := _first_difference(values):
@@ -160,15 +156,14 @@ class Ranks:
         if not sent.numel():
             return []
         waits = [f"for rank {to} to receive a block", f"for rank {source} to send a block"]
+        either = " or ".join(waits)
         operations = [
             dist.P2POp(dist.isend, sent, group=self.group, tag=tag, group_peer=to),
             dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=source),
         ]
-        with self._named_errors(" or ".join(waits)):
+        with self._named_errors(either):
             works = dist.batch_isend_irecv(operations)
-        if len(works) == 1:  # for both, on some backends
-            waits = [" or ".join(waits)]
-        return list(zip(waits, works, strict=True))
+        return list(zip(waits if len(works) > 1 else [either], works, strict=True))  # one for both on some backends
 
     def wait(self, transfer: Transfer) -> None:
         """Until its messages have arrived; on an accelerator its stream waits. Each work is waited on once."""
@@ -216,10 +211,5 @@ def _first_difference(values: Sequence[Any]) -> str:
 def _alike(one: Any, other: Any) -> bool:
     """NaN is like NaN. Ranks may round differently: the exponential of a logarithm, for one."""
     floats = isinstance(one, float) and isinstance(other, float)
-    close = floats and math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-12)
+    close = floats and math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-12)
     return close or one == other or repr(one) == repr(other)
-
-
-def _hash(text: str) -> int:
-    """The same in every process, and exact in float64."""
-    return int(hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), 16)

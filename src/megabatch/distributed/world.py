@@ -38,15 +38,11 @@ class World:
         return dist.get_backend() if self.size > 1 else "none"
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank brings."""
+        """What every rank brings, when all have."""
         everyones = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyones, mine, group=self.control_group)
         return everyones
-
-    def wait(self) -> None:
-        """For everyone."""
-        self.gather(None)
 
 
 @contextmanager

@@ -54,11 +54,11 @@ class Block:
         """Rows start to stop, as views."""
         if (start, stop) == (0, len(self)):
             return self
-        target = None if self.target_offset is None else self.target_offset + start
-        values = ((member.name, getattr(self, member.name)) for member in fields(self))
-        views: dict[str, Any] = {name: value[start:stop] for name, value in values if isinstance(value, Tensor)}
-        state = self.state.slice(start, stop)
-        return replace(self, offset=self.offset + start, target_offset=target, state=state, **views)
+        members = {member.name: getattr(self, member.name) for member in fields(self)}
+        views: dict[str, Any] = {name: x[start:stop] for name, x in members.items() if isinstance(x, Tensor)}
+        if self.target_offset is not None:
+            views["target_offset"] = self.target_offset + start
+        return replace(self, offset=self.offset + start, state=self.state.slice(start, stop), **views)
 
     def strips(self, height: int) -> list["Block"]:
         return [self.slice(start, min(start + height, len(self))) for start in range(0, len(self), height)]
@@ -80,10 +80,16 @@ class Block:
         return factor if self.features.dtype == torch.float64 else factor.float()
 
     @cached_property
-    def id_range(self) -> tuple[int, int]:
-        assert self.ids is not None
-        low, high = self.ids.aminmax()
-        return int(low), int(high)
+    def positive_share(self) -> Tensor:
+        """row_grad, divided among the row's positives."""
+        if "positive_count" not in self.state:
+            return self.row_grad
+        return self.row_grad / self.state["positive_count"].clamp_min(1)
+
+    @cached_property
+    def uniform_share(self) -> Tensor:
+        """row_grad, divided among all columns that count, for label smoothing."""
+        return self.row_grad / self.state["logit_count"].clamp_min(1)
 
 
 class ConsecutiveTargets:
@@ -169,19 +175,11 @@ class Tile:
     def id_mask(self) -> Tensor | None:
         """The pairs whose ids are equal, apart from targets and self; None where there are none."""
         row_ids, column_ids = self.rows.ids, self.columns.ids
-        if row_ids is None or column_ids is None or not self._ids_meet():
+        if row_ids is None or column_ids is None or not torch.isin(row_ids, column_ids).any():
             return None
         mask = row_ids[:, None] == column_ids[None, :]
         if self.targets is not None:
             self.targets.put(mask, False)
         if self.is_diagonal:
             mask.fill_diagonal_(False)
-        return mask if bool(mask.any()) else None
-
-    def _ids_meet(self) -> bool:
-        (low, high), (other_low, other_high) = self.rows.id_range, self.columns.id_range
-        if high < other_low or other_high < low:
-            return False
-        assert self.rows.ids is not None
-        assert self.columns.ids is not None
-        return bool(torch.isin(self.rows.ids, self.columns.ids).any())
+        return mask if mask.any() else None

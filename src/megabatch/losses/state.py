@@ -20,6 +20,7 @@ from torch import Tensor
 from .spec import Spec
 
 OWN_MAX = -math.inf  # in place of a common shift: every row is shifted by its own maximum
+MAXIMA = ("max", "top", "top_positive")
 
 
 def state_fields(spec: Spec, stats: bool) -> tuple[str, ...]:
@@ -48,8 +49,8 @@ class State:
 
     def reset(self, shift: float = OWN_MAX) -> "State":
         self.table.zero_()
-        for name, lowest in (("max", shift), ("top", -math.inf), ("top_positive", -math.inf)):
-            if name in self.names and lowest:
+        for name, lowest in zip(MAXIMA, (shift, -math.inf, -math.inf), strict=True):
+            if name in self and lowest:
                 self[name].fill_(lowest)
         return self
 
@@ -73,16 +74,14 @@ class State:
             s e^m + s' e^m' = (s e^(m-M) + s' e^(m'-M)) e^M,  M = max(m, m').
         """
         if "max" in piece:
-            maxima, new_max = self["max"], piece["max"].double()
-            higher = torch.maximum(maxima, new_max)
             # Where both are neutral: exp(-inf - lowest) is 0, where exp(-inf + inf) would be NaN.
-            finite = higher.clamp_min(torch.finfo(torch.float64).min)
-            self["sum_exp"].mul_((maxima - finite).exp_()).add_(piece["sum_exp"] * (new_max - finite).exp_())
-            maxima.copy_(higher)
+            finite = torch.maximum(self["max"], piece["max"]).clamp_min_(torch.finfo(torch.float64).min)
+            self["sum_exp"].mul_((self["max"] - finite).exp_())
+            piece = {**piece, "sum_exp": piece["sum_exp"] * (piece["max"] - finite).exp_()}
         for name, value in piece.items():
-            if name in ("top", "top_positive"):
-                torch.maximum(self[name], value.double(), out=self[name])
-            elif name != "max" and not (name == "sum_exp" and "max" in piece):
+            if name in MAXIMA:
+                torch.maximum(self[name], value, out=self[name])
+            else:
                 self[name].add_(value)
 
     def fill_empty_rows(self) -> None:

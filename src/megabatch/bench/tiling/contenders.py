@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megabatch
 
-from ...backends.backend import DEFAULT_BUDGET
+from ...backends.backend import Backend
 from ..cases import Case, Inputs
 from ..loss import contenders
 from ..loss.contenders import Step
@@ -50,7 +50,7 @@ class Tiling:
         """Bytes that all ranks hold at their peak, about: a tile, or the logits that the default budget keeps."""
         element, local = case.torch_dtype.itemsize, case.rows // ranks
         tile = MATRICES * min(self.tile or 0, local) ** 2 * element
-        return ranks * max(tile, min(DEFAULT_BUDGET, case.matrix_bytes // ranks))
+        return ranks * max(tile, min(Backend.default_budget, case.matrix_bytes // ranks))
 
     def step(self, case: Case, ranks: int) -> Step:
         options: dict[str, Any] = {"normalize": False, "backend": "eager", "tile": self.tile, "group": None}
