@@ -1,5 +1,6 @@
 """Memory is linear in the batch: the largest tensor ever made, what autograd keeps, and what a real process takes."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -16,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 import megabatch
 from megabatch import reference
 from megabatch.backends import workspace
+from megabatch.backends.eager import Eager
+from megabatch.losses.block import Block, Tile
+from megabatch.tiling.call import Call
 
 from .test_losses import LOSSES, make_inputs
 
@@ -243,6 +247,22 @@ def test_what_is_held_stays_within_the_budget(loss: str, options: str, monkeypat
         getattr(megabatch, loss)(**inputs, **keywords, memory_budget=budget).backward()
     assert live.peak > budget / 4, "the meter saw nothing"
     assert live.peak <= budget + 4 * 2 * num_rows * width * 4 + 2 * num_rows * 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_leaves_nothing_for_the_garbage_collector(loss: str, dtype: torch.dtype) -> None:
+    """Objects that hold each other would hold tensors as large as the features until it comes by."""
+    inputs = make_inputs(loss, 64, 8, torch.float32)
+    inputs = {name: x.detach().to(dtype).requires_grad_() if x.dim() == 2 else x for name, x in inputs.items()}
+    gc.collect()
+    gc.disable()
+    try:
+        getattr(megabatch, loss)(**inputs, normalize=True, tile=32).backward()
+        left = [type(x).__name__ for x in gc.get_objects() if type(x) in (Block, Tile, Call, Eager)]
+    finally:
+        gc.enable()
+    assert not left
 
 
 def test_small_calls_use_their_memory_again() -> None:

@@ -34,9 +34,10 @@ def test_equal_keys_tie_wherever_they_lie(shape: tuple[int, int, int]) -> None:
 def test_copies_of_the_positive_tie_with_it(shape: tuple[int, int, int], dtype: torch.dtype, normalize: bool) -> None:
     """A BLAS rounds a column by its place in the matrix. Copies of a few keys lie anywhere among the others."""
     num_queries, num_keys, width = shape
-    few = torch.randn(7, width)
+    length = 0.001 if normalize else 1.0  # normalised rows are of unit length, whatever they were before
+    few = length * torch.randn(7, width)
     copied = torch.arange(num_keys) % 7
-    query, key = torch.randn(num_queries, width).to(dtype), few[copied].to(dtype)
+    query, key = (length * torch.randn(num_queries, width)).to(dtype), few[copied].to(dtype)
     positives = torch.randint(num_keys, (num_queries,))
     ranks = megabatch.retrieval_ranks(query, key, positives=positives, normalize=normalize, tile=(50, 64))
     # The rank among the few, each counted as often as it was copied.

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from . import checks
 from .backends import workspace
-from .backends.backend import Backend, float32_precision, shaped
+from .backends.backend import Backend, float32_precision
 from .backends.select import select
 from .distributed.ranks import Ranks, refuse_together
 from .keywords import SearchKeywords, complete, with_keywords
@@ -150,7 +150,7 @@ class _Search:
         chosen = select(name, options["backend"], query.device, query.dtype)
         self.budget = self.options["memory_budget"] or chosen.default_budget
         norms = row_norms(query), row_norms(key)
-        self.query_norm, key_norm = (x.clamp_max(1) for x in norms) if self.normalize else norms
+        self.query_norm, key_norm = (torch.ones_like(x) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
         operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else self.dtype
@@ -225,7 +225,7 @@ class _Search:
         bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
         below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))
         # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
-        flags = shaped(workspace.buffer("scratch", scores.numel(), self.dtype, scores.device), tile.shape)
+        flags = workspace.shaped(workspace.buffer("scratch", scores.numel(), self.dtype, scores.device), tile.shape)
         ones = self.ones[: scores.shape[1]]
         num_beyond = torch.mv(torch.gt(scores, beyond, out=flags), ones).long()
         above += num_beyond

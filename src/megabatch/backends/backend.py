@@ -14,7 +14,7 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import OWN_MAX
-from . import workspace
+from .workspace import Buffers
 
 MIB = 2**20
 # dlogits are multiplied by it before they are rounded to float16, whose smallest normal number is 6e-5. They are 2 at
@@ -54,7 +54,7 @@ class Backend(ABC):
     shift: float = OWN_MAX
 
     def __post_init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer = Buffers(self.dtype, self.device)
         self._loaded: dict[str, Block] = {}  # by side: what its buffer holds a copy of
 
     # ---- what it can do, and what it takes
@@ -124,13 +124,6 @@ class Backend(ABC):
                 multiply(left, self._operand(side, other), out=block.grad, alpha=1 / self.dlogits_scale, beta=beta)
                 block.grad_is_empty = False
 
-    def _buffer(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-        """Scratch memory of this call, by name."""
-        size = shape[0] * shape[1]
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = workspace.buffer(name, size, dtype or self.dtype, self.device)
-        return shaped(self._buffers[name], shape)
-
     def _operand(self, side: str, block: Block) -> Tensor:
         """The features as products multiply them: themselves where they can, else a copy in a shared buffer."""
         features = block.features
@@ -144,11 +137,6 @@ class Backend(ABC):
                 torch.mul(features, block.inverse_norm[:, None], out=copy)
             self._loaded[side] = block
         return copy
-
-
-def shaped(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The beginning of a buffer as a matrix."""
-    return buffer.as_strided(shape, (shape[1], 1))
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:

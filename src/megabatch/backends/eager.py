@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..losses.block import Tile
 from ..losses.spec import Spec
-from .backend import Backend, multiply, shaped, supports_half_products
+from .backend import Backend, multiply, supports_half_products
 from .epilogues import Sigmoid, Softmax, common_shift
+from .workspace import shaped
 
 
 class Eager(Backend):

@@ -6,7 +6,6 @@ shape, in as few passes as it can.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import OWN_MAX
+from .workspace import Buffers
 
 # Between exp(-60) and exp(60) float32 sums of any length keep their digits.
 SAFE_LOGIT = 60.0
@@ -35,7 +35,7 @@ def common_shift(largest_logit: float) -> float:
 
 
 class _Epilogue:
-    def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Callable[[str, tuple[int, int]], Tensor]) -> None:
+    def __init__(self, spec: Spec, stats: bool, shift: float, buffer: Buffers) -> None:
         self.spec, self.stats, self.shift, self.buffer = spec, stats, shift, buffer
 
     def masks(self, tile: Tile) -> tuple[Tensor | None, Tensor | None]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from . import triton_settings
-from .backend import Backend, float32_precision, shaped, supports_half_products
+from .backend import Backend, float32_precision, supports_half_products
 from .triton_settings import ELEMENTWISE, Settings
+from .workspace import shaped
 
 NUM_SLOTS = 7  # for partial statistics of a row or a column of one block, as the kernels number them
 

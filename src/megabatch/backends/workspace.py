@@ -29,6 +29,25 @@ def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Te
     return found
 
 
+class Buffers:
+    """The scratch memory of one call, by name."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+        size = shape[0] * shape[1]
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = buffer(name, size, dtype or self.dtype, self.device)
+        return shaped(self._buffers[name], shape)
+
+
+def shaped(memory: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The beginning of a buffer as a matrix."""
+    return memory.as_strided(shape, (shape[1], 1))
+
+
 def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of undefined content."""
     with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it

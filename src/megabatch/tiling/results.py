@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..backends.backend import shaped
 from ..backends.epilogues import SMALLEST_SUM
 from ..losses.block import Block
 from ..losses.state import State
@@ -102,7 +101,7 @@ def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
     if inverse is not None:
         x = x * inverse[:, None]
     buffer = workspace.buffer("products", grad.numel(), grad.dtype, grad.device)
-    along = torch.mul(x, grad, out=shaped(buffer, (len(grad), grad.shape[1]))).sum(1)
+    along = torch.mul(x, grad, out=workspace.shaped(buffer, (len(grad), grad.shape[1]))).sum(1)
     if inverse is not None:
         # A length that was clamped is a constant.
         part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
