@@ -71,7 +71,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch, one_process: None) -> None:
 
 
 def test_every_contender_but_variants_of_others_is_of_the_field():
-    assert set(CONTENDERS) - set(FIELD) == {"kept", "formula", "drop_in", "products"}
+    assert set(CONTENDERS) - set(FIELD) == {"kept", "small", "by_hand", "formula", "drop_in", "products"}
     assert set(FIELD) <= set(CONTENDERS)
     assert set(SPREAD) <= set(ENTRANTS)
 

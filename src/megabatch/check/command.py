@@ -126,7 +126,7 @@ class Check:
         verdict = report.verdict(self.comparisons, self.contests, refused)
         self._publish(machine, verdict)
         self._say(f"megabatch check: {verdict}")
-        self.world.gather(None)  # torchrun ends the others when one has failed
+        self.world.wait()  # torchrun ends the others when one has failed
         return 0 if verdict.startswith("OK") else 1
 
     def _json_problem(self) -> str:

@@ -44,6 +44,10 @@ class World:
             dist.all_gather_object(everyones, mine, group=self.control_group)
         return everyones
 
+    def wait(self) -> None:
+        """For everyone."""
+        self.gather(None)
+
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:

@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
             config = replace(config, run=replace(config.run, name=folder.name))
             resume = _checkpoint_to_resume(config, folder)
-            world.gather(None)  # before rank 0 makes the folder that others look for
+            world.wait()  # before rank 0 makes the folder that others look for
             # A checkpoint says itself where it comes from: who takes these settings elsewhere starts anew.
             config = replace(config, run=replace(config.run, resume=None))
             with holding_log() as held:
