@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partialmethod
@@ -85,12 +86,12 @@ def _another_phase(odd: bool, group: Any) -> None:
         call("clip_loss", group)
 
 
-def _two_calls_swapped(odd: bool, group: Any) -> None:
+def _two_calls_swapped(function: Any, odd: bool, group: Any) -> None:
     def of_images() -> None:
-        megabatch.clip_loss(*pair(), 5.0, normalize=False, group=group)
+        function(*pair(), normalize=False, group=group)
 
     def of_videos() -> None:
-        megabatch.clip_loss(*pair(), 5.0, normalize=False, group=group)
+        function(*pair(), normalize=False, group=group)
 
     for loss in (of_videos, of_images) if odd else (of_images, of_videos):
         loss()
@@ -102,6 +103,16 @@ def _a_warning_on_one_rank(odd: bool, group: Any) -> None:
         patch.setattr(guards, "_warned", set())
         rows = [3 * x.detach() if odd else x.detach() for x in pair()]
         megabatch.clip_loss(*rows, 5.0, group=group)
+
+
+def _a_warning_of_all_ids(odd: bool, group: Any) -> None:
+    """Which ranks find out about after their handshake."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(guards, "_warned", set())
+        warnings.simplefilter("error" if odd else "ignore")
+        first, second = pair()
+        ids = torch.zeros(len(first), dtype=torch.int64)
+        megabatch.clip_loss(first, second, 5.0, normalize=False, ids=ids, group=group)
 
 
 def _with_a_group_that_sends_from_elsewhere(group: Any) -> None:
@@ -261,7 +272,17 @@ MISUSES = {
         RuntimeError, ("forward", "backward", f"rank {ODD}"), _another_phase
     ),
     "two calls that are alike, swapped on one rank": Misuse(
-        RuntimeError, ("from the same line", "in of_images", "in of_videos", f"rank {ODD}"), _two_calls_swapped
+        RuntimeError,
+        ("from the same line", "in of_images", "in of_videos", f"rank {ODD}"),
+        partial(_two_calls_swapped, partial(megabatch.clip_loss, temperature=0.2)),
+    ),
+    "two searches that are alike, swapped on one rank": Misuse(
+        RuntimeError,
+        ("from the same line", "in of_images", "in of_videos", f"rank {ODD}"),
+        partial(_two_calls_swapped, megabatch.retrieval_ranks),
+    ),
+    "a warning of all ids that is an error on one rank": Misuse(
+        UserWarning, ("all ids are equal", f"rank {ODD}"), _a_warning_of_all_ids
     ),
     "a warning that is an error on one rank": Misuse(
         UserWarning, ("not of unit length", f"rank {ODD}"), _a_warning_on_one_rank

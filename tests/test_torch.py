@@ -72,6 +72,7 @@ OPERATOR_CASES = {
     "clip, kept": (specs.clip("ignore", 0.0), "mean", 2**20),
     "info_nce": (specs.info_nce("ignore", 0.0), "mean", None),
     "siglip": (specs.siglip("ignore"), "sum", None),
+    "siglip, float64, rows": (specs.siglip("ignore"), "none", None),
     "nt_xent": (specs.nt_xent("ignore", 0.0), "none", None),
 }
 
@@ -80,7 +81,8 @@ OPERATOR_CASES = {
 def test_operators_pass_opcheck(case: str) -> None:
     spec, reduction, budget = OPERATOR_CASES[case]
     num_rows = 8  # kept tiles of full size: the rest of a slot is never written nor read
-    first, second = (normalize(torch.randn(num_rows, 5), dim=1).requires_grad_() for _ in range(2))
+    dtype = torch.float64 if "float64" in case else torch.float32
+    first, second = (normalize(torch.randn(num_rows, 5, dtype=dtype), dim=1).requires_grad_() for _ in range(2))
     scale = torch.tensor([4.0], requires_grad=True)
     bias = torch.tensor(-1.0, requires_grad=True) if spec.epilogue == "sigmoid" else None
     ids = torch.arange(num_rows) // 2 if spec.id_rule == "mask" else None

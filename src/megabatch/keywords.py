@@ -37,8 +37,8 @@ MaxLogitScale = Annotated[float | None, 100, "Upper bound of a learnable scale, 
 Normalize = Annotated[
     bool | None,
     None,
-    "True: L2-normalise rows, in float32. False: use them as given. None: use them as given, and warn once if those of "
-    "the first batch are not of unit length.",
+    "True: L2-normalise rows, in float32. False: use them as given. None: use them as given, and warn once when rows "
+    "first appear that are not of unit length.",
 ]
 
 

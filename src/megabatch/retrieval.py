@@ -145,7 +145,7 @@ class _Search:
         self.options = checks.options(name, options, normalize=(True, False))
         self.tile, self.normalize = self.options["tile"], self.options["normalize"]
         self.name, self.query, self.key, self.dtype = name, query, key, compute_dtype(query)
-        self.ranks = Ranks(name, ranks, device=key.device)
+        self.ranks, self.call_site = Ranks(name, ranks, device=key.device), checks.call_site() if ranks else ""
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
         self.budget = self.options["memory_budget"] or chosen.default_budget
@@ -153,7 +153,8 @@ class _Search:
         self.query_norm, key_norm = (torch.ones_like(x) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
         self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
-        operand = query.dtype if chosen.multiplies_half(query.device, self.normalize) else self.dtype
+        half = query.dtype == key.dtype and chosen.multiplies_half(query.device, self.normalize)
+        operand = query.dtype if half else self.dtype
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, operand, query.device)
 
     def connect(self, inputs: LossInputs, k: int | None = None) -> None:
@@ -168,7 +169,8 @@ class _Search:
             max_norms=(0.0, self.max_key_norm, 0.0),
             budget=self.budget,
         )
-        infos = [RankInfo.decode(own) for own in self.ranks.handshake(same, mine.encode())]
+        everyones = self.ranks.handshake(same, mine.encode(), call_site=self.call_site)
+        infos = [RankInfo.decode(own) for own in everyones]
         self.num_keys = sum(info.rows[1] for info in infos)
         if self.num_keys == 0:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")

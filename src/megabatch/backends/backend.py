@@ -98,8 +98,8 @@ class Backend(ABC):
 
     @abstractmethod
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
-        """Add the tile to the gradients of its rows and columns, from what was kept, if it was. That stays as it is: a
-        graph may be walked again."""
+        """Add the tile to the gradients of its rows and columns, from what was kept, if it was. That stays as it is:
+        the backward may run again."""
 
     @abstractmethod
     def scores(self, tile: Tile) -> Tensor:

@@ -70,7 +70,10 @@ class Ranks:
         """
         if self.group is None:
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # which would hold this frame
             return [list(own)]
         _handshakes[self.group] = self.num_handshakes + 1
         kind = next((index for index, kind in enumerate(ERRORS) if isinstance(error, kind)), 0)

@@ -93,7 +93,7 @@ class State:
     def losses(self, spec: Spec) -> Tensor:
         """The loss of every row, unweighted; 0 for a row without positives."""
         if spec.epilogue == "sigmoid":
-            return self["softplus_sum"]
+            return self["softplus_sum"].clone()  # which may be the result: it must not share memory with what is saved
         aim = self._mean_positive()
         if spec.label_smoothing:
             uniform = self["logit_sum"] / self["logit_count"]

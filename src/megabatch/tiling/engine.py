@@ -55,7 +55,9 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
                 call.backend.accumulate_statistics(tile, slot)
         result = reduce_losses(call, state)
         if result is None:  # one shift for all logits was too much for one of the rows
+            del call, layout, kept, state
             call = Call(inputs, options, handshake, plan, shift=OWN_MAX)
+            layout = call.layout
     value, stats, denominator = result
     if not plan.one_pass:
         scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """What can only be seen by looking at the data: values that are refused, and warnings of likely mistakes.
 
 The CPU looks at once. An accelerator computes the numbers behind a warning, and a later call looks at them when they
-have arrived: the host never waits for it.
+have arrived: the host never waits for it. Accelerators other than CUDA's do not warn.
 """
 
 import math
@@ -84,7 +84,8 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
         return (UNIT_NORM,) * 3
     function, on_cpu = options.function, inputs.rows.device.type == "cpu"
     watched = options.normalize is None and (function, "norms") not in _warned
-    if not on_cpu and not watched:
+    waiting = (function, "norms") in _pending and not _pending[function, "norms"][1].query()
+    if not on_cpu and (not watched or waiting or inputs.rows.device.type != "cuda"):
         return (math.inf,) * 3
     norms = [[row_norms(x)] if x is not None and len(x) else [] for x in inputs.features]
     vectors = norms if on_cpu else [list(chain.from_iterable(norms))]
@@ -104,8 +105,8 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
 
 def id_range(inputs: LossInputs, options: LossOptions) -> Range:
     """Only all ranks together know whether all ids are equal, and those of a GPU arrive when they do."""
-    unknown = options.group and inputs.rows.device.type != "cpu"
-    if options.spec.id_rule != "mask" or unknown or (options.function, "ids") in _warned:
+    unknown = inputs.rows.device.type != "cpu" and (options.group or (options.function, "ids") in _warned)
+    if options.spec.id_rule != "mask" or unknown:
         return EMPTY_RANGE
     ids = (inputs.row_ids, inputs.column_ids, inputs.negative_ids)
     return _range(options.function, "ids", [x for x in ids if x is not None and len(x)])
@@ -121,7 +122,7 @@ def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
         bounds = torch.stack([bound.double() for x in vectors for bound in x.aminmax()])
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arriving = torch.stack(bounds.aminmax()).to("cpu", non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(bounds.device))
         _pending[key] = arriving, event
     elif device == "cuda" and _pending[key][1].query():
         low, high = _pending.pop(key)[0].tolist()
@@ -130,5 +131,6 @@ def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
 
 
 def warn_once(function: str, name: str, message: str) -> None:
-    _warned.add((function, name))
-    warnings.warn(f"{function}: {message}", stacklevel=2)
+    if (function, name) not in _warned:
+        _warned.add((function, name))
+        warnings.warn(f"{function}: {message}", stacklevel=2)

@@ -101,7 +101,10 @@ class Handshake:
             everyones = ranks.handshake(same, infos[0].encode(), error, options.call_site)
             infos = [RankInfo.decode(numbers) for numbers in everyones]
         elif error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # which would hold this frame, and with it the features
         handshake = cls(ranks, infos, backend)
         handshake._check_together(options.spec.symmetric)
         return handshake
@@ -125,6 +128,21 @@ class Handshake:
                 ranks.check_same("what the loss is multiplied by", upstreams, advice)
         return handshake
 
+    def _warn_of_equal_ids(self, found: int) -> None:
+        """On all ranks, or, where one rank's user turned warnings into errors, raise on all."""
+        error = None
+        try:
+            warn_once(
+                self.ranks.function,
+                "ids",
+                f"all ids are equal ({found}), so every pair but a row and its own positive is masked, and the loss is "
+                '0. Pass ids that tell rows apart, or same_ids="positive".',
+            )
+        except Warning as refused:
+            error = refused.with_traceback(None)
+        self.ranks.where += ", its warning"
+        self.ranks.handshake({}, error=error)
+
     def _check_together(self, symmetric: bool) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
         function, infos = self.ranks.function, self.infos
@@ -136,13 +154,14 @@ class Handshake:
         if not 0 < self.weight_sum < math.inf:
             raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
         low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
-        if low == high and num_rows >= MANY_ROWS and not any(info.rows[2] and not info.ids[2] for info in infos):
-            warn_once(
-                function,
-                "ids",
-                f"all ids are equal ({low:.0f}), so every pair but a row and its own positive is masked, and the loss "
-                'is 0. Pass ids that tell rows apart, or same_ids="positive".',
-            )
+        # Beyond 2^53 ids that differ may be equal as floating-point numbers.
+        if (
+            low == high
+            and abs(low) < 2**53
+            and num_rows >= MANY_ROWS
+            and not any(info.rows[2] and not info.ids[2] for info in infos)
+        ):
+            self._warn_of_equal_ids(int(low))
         if len(infos) == 1:
             return
         if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):

@@ -85,7 +85,7 @@ class Layout:
         owners = ((self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1))
         return [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
 
-    # ---- the walk over tiles
+    # ---- the loop over tiles
 
     def strips(
         self, height: int, width: int, brought: tuple[str, ...] = (), collected: str = ""

@@ -18,7 +18,7 @@ from .engine import Saved
 from .options import LossInputs, LossOptions, compute_dtype
 from .results import NUM_STATS, Gradients
 
-# Requires grad and gets a zero: on several ranks every rank joins the backward that another one needs.
+# Requires grad, so that on several ranks every rank joins the backward that another one needs.
 with torch.inference_mode(False):  # whatever mode the import happens in
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
