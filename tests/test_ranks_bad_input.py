@@ -6,7 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import pytest

@@ -154,13 +154,9 @@ class Handshake:
         if not 0 < self.weight_sum < math.inf:
             raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
         low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
+        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
         # Beyond 2^53 ids that differ may be equal as floating-point numbers.
-        if (
-            low == high
-            and abs(low) < 2**53
-            and num_rows >= MANY_ROWS
-            and not any(info.rows[2] and not info.ids[2] for info in infos)
-        ):
+        if low == high and abs(low) < 2**53 and num_rows >= MANY_ROWS and not unmasked:
             self._warn_of_equal_ids(int(low))
         if len(infos) == 1:
             return
