@@ -84,6 +84,8 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
         return (UNIT_NORM,) * 3
     function, on_cpu = options.function, inputs.rows.device.type == "cpu"
     watched = options.normalize is None and (function, "norms") not in _warned
+    if options.spec.epilogue == "sigmoid" and not watched:  # which has no exponentials to bound
+        return (math.inf,) * 3
     waiting = (function, "norms") in _pending and not _pending[function, "norms"][1].query()
     if not on_cpu and (not watched or waiting or inputs.rows.device.type != "cuda"):
         return (math.inf,) * 3
