@@ -5,6 +5,7 @@ And none of the checks stands in the way of a compiler.
 
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -19,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import megabatch
-from megabatch import checks, functional
-from megabatch.tiling import guards
+from megabatch import callers, checks, functional
 
 N, D = 4, 8
 LOSSES = ("clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_loss")
@@ -59,8 +59,7 @@ smoothed_loss = pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss
 
 @pytest.fixture(autouse=True)
 def nothing_was_seen_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_WARNED", set())
-    monkeypatch.setattr(guards, "_warned", set())
+    monkeypatch.setattr(callers, "warned", set())
 
 
 def unit_rows(rows: int = N, width: int = D) -> Tensor:
@@ -518,7 +517,43 @@ def test_who_says_whether_to_normalise_is_not_warned(loss: str, normalize: bool)
     run(loss, normalize=normalize, **{FIRST[loss]: 3 * unit_rows()})
 
 
+def test_a_warning_is_of_the_line_that_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="unit length") as found:
+        megabatch.clip_loss(3 * unit_rows(), unit_rows(), 5.0)
+    assert [warning.filename for warning in found] == [__file__]
+
+
 # Vectors: weights, ids, labels, positives.
+
+
+def warns_of_equal_ids(rows: int = 8, **keywords: Any) -> bool:
+    """Whether a loss of so many pairs, by default of one id, says so."""
+    ids = keywords.pop("ids", torch.full((rows,), 7))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        megabatch.clip_loss(unit_rows(rows), unit_rows(rows), 5.0, ids=ids, **keywords)
+    return any("all ids are equal (7)" in str(warning.message) for warning in found)
+
+
+def test_ids_that_are_all_equal_are_warned_of_once() -> None:
+    assert warns_of_equal_ids()
+    assert not warns_of_equal_ids()
+
+
+def test_ids_that_mask_nothing_or_not_all_are_not_warned_of() -> None:
+    assert not warns_of_equal_ids(rows=7)  # so few may have one id by chance
+    assert not warns_of_equal_ids(same_ids="positive")
+    assert not warns_of_equal_ids(ids=torch.tensor([7] * 7 + [8]))
+    assert not warns_of_equal_ids(ids=torch.tensor([7] * 7 + [6]))
+    assert warns_of_equal_ids()
+
+
+def test_negatives_without_ids_are_never_masked_so_equal_ids_are_not_warned_of() -> None:
+    ids, rows = torch.full((8,), 7), unit_rows(8)
+    query = {"query": rows, "key": rows, "query_ids": ids, "key_ids": ids, "logit_scale": 5.0}
+    megabatch.info_nce_loss(**query, negatives=rows)
+    with pytest.warns(UserWarning, match="all ids are equal"):
+        megabatch.info_nce_loss(**query, negatives=rows, negative_ids=ids)
 
 
 @every_loss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import checks, chunked
+from megabatch import callers, chunked
 
 from .encoders import (
     EXACT,
@@ -179,7 +179,7 @@ def test_after_a_failed_backward_all_is_as_it_was() -> None:
     model, x = Fails().double(), torch.randn(9, 6, dtype=torch.float64)
     fired: list[int] = []
     model.inner.first.weight.register_hook(lambda gradient: fired.append(1))
-    checks._WARNED.add(("chunked", "batch norm"))
+    callers.warned.add(("chunked", "batch norm"))
     loss = contrast(chunked(model, x, chunk_size=4))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
@@ -421,7 +421,7 @@ class Normed(nn.Module):
 
 @pytest.fixture
 def may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_WARNED", set())
+    monkeypatch.setattr(callers, "warned", set())
 
 
 @pytest.mark.usefixtures("may_warn")
@@ -512,7 +512,7 @@ def test_batch_norm_in_eval_mode_is_exact() -> None:
 
 def test_buffers_stay_the_same_tensors() -> None:
     model, x = Normed().double(), mlp()[1]
-    checks._WARNED.add(("chunked", "batch norm"))
+    callers.warned.add(("chunked", "batch norm"))
     before = dict(model.named_buffers())
     contrast(chunked(model, x, chunk_size=5)).backward()
     assert all(buffer is before[name] for name, buffer in model.named_buffers())

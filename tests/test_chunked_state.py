@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from transformers import DynamicCache
 
-from megabatch import checks, chunked
+from megabatch import callers, chunked
 
 from .encoders import EXACT, Mlp, assert_same, backward, contrast, loop_step, make_inputs, step, trained
 
@@ -77,7 +77,7 @@ def test_a_norm_that_only_a_later_chunk_reaches_is_updated_once_and_warns() -> N
             features = self.inner(x)
             return self.norm(features) if x[0, 0] > 0 else features
 
-    checks._WARNED.discard(("chunked", "batch norm"))
+    callers.warned.discard(("chunked", "batch norm"))
     model, x = Late().double(), batch()
     x[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     with pytest.warns(UserWarning, match="BatchNorm"):

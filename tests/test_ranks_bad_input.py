@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megabatch
-from megabatch import reference
+from megabatch import callers, reference
 from megabatch.distributed import ranks as distributed_ranks
-from megabatch.tiling import guards, handshake
+from megabatch.tiling import handshake
 
 from .ranks import Pool
 
@@ -100,7 +100,7 @@ def _two_calls_swapped(function: Any, odd: bool, group: Any) -> None:
 def _a_warning_on_one_rank(odd: bool, group: Any) -> None:
     """Ranks of the pool turn warnings into errors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "_warned", set())
+        patch.setattr(callers, "warned", set())
         rows = [3 * x.detach() if odd else x.detach() for x in pair()]
         megabatch.clip_loss(*rows, 5.0, group=group)
 
@@ -108,7 +108,7 @@ def _a_warning_on_one_rank(odd: bool, group: Any) -> None:
 def _a_warning_of_all_ids(odd: bool, group: Any) -> None:
     """Which ranks find out about after their handshake."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(guards, "_warned", set())
+        patch.setattr(callers, "warned", set())
         warnings.simplefilter("error" if odd else "ignore")
         first, second = pair()
         ids = torch.zeros(len(first), dtype=torch.int64)

@@ -7,12 +7,8 @@ as a symbol, which has no digits. The form is `function: argument must rule, got
 
 import math
 import operator
-import os
-import sys
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from types import EllipsisType, FrameType
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -20,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .callers import warn_once
 from .keywords import Group, LeftOut, Scalar
 
 # K, M, G and T are powers of 1024, as in Slurm and Docker; with a B they are powers of 1000.
@@ -38,10 +35,6 @@ _WORDS = {
 }
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_PACKAGES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-# What stands between a loss and the line that calls it. The trainer's own calls are lines of the trainer.
-_WRAPPERS = tuple(f"{_PACKAGES[0]}{name}" for name in ("functional.", "modules.", "retrieval.", "integrations"))
-_WARNED: set[tuple[str, str]] = set()  # function and kind of warning
 
 
 # ---- Tensors.
@@ -227,29 +220,6 @@ def warn_scale(function: str, scale: float, given_as: str) -> None:
         number, problem = f"{1 / scale:.4g}", "above 1 and looks like a logit_scale. It divides the logits"
     advice = f"if 1 / {number} is meant, pass {given_as}=1 / {number}."
     warn_once(function, given_as, f"{given_as}={number} is {problem}; {advice}")
-
-
-def warn_once(function: str, kind: str, message: str) -> None:
-    """For every kind of warning, the first time, at the line that called the library."""
-    if (function, kind) not in _WARNED:
-        _WARNED.add((function, kind))
-        warnings.warn(f"{function}: {message}", stacklevel=_first_frame_outside(_PACKAGES)[1])
-
-
-def _first_frame_outside(files: tuple[str, ...]) -> tuple[FrameType, int]:
-    """The first frame of another file, and its `stacklevel` for the function that calls this one."""
-    frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(files):
-        frame, level = frame.f_back, level + 1
-    return frame, level
-
-
-def call_site() -> str:
-    """The line that calls a loss, such as "train.py:42, in step"; "" if unknown."""
-    if torch.compiler.is_compiling():
-        return ""
-    frame, _ = _first_frame_outside((*_WRAPPERS, _PACKAGES[1]))
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 # ---- Options that are no tensors.

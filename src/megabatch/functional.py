@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import checks
+from .callers import call_site
 from .distributed.ranks import refuse_together
 from .keywords import (
     ClipKeywords,
@@ -227,7 +228,7 @@ def _check(
     differentiable = (*inputs.features, logit_scale if temperature is None else temperature, logit_bias)
     needs = tuple([grad_enabled and isinstance(x, Tensor) and x.requires_grad for x in differentiable])
     has_ids, autocast = inputs.row_ids is not None, checks.autocast_dtype(inputs.rows)
-    facts = (name, ranks, make_spec, has_ids, needs, grad_enabled, autocast, checks.call_site() if ranks else "")
+    facts = (name, ranks, make_spec, has_ids, needs, grad_enabled, autocast, call_site() if ranks else "")
     cacheable = not torch.compiler.is_compiling() and _CACHEABLE.issuperset(map(type, options.values()))
     call = (_cached_options if cacheable else _make_options)(*facts, **options)
     scale = checks.resolve_scale(name, logit_scale, temperature)

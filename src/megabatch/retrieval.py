@@ -11,6 +11,7 @@ from . import checks
 from .backends import workspace
 from .backends.backend import Backend, float32_precision
 from .backends.select import select
+from .callers import call_site
 from .distributed.ranks import Ranks, refuse_together
 from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
@@ -145,7 +146,7 @@ class _Search:
         self.options = checks.options(name, options, normalize=(True, False))
         self.tile, self.normalize = self.options["tile"], self.options["normalize"]
         self.name, self.query, self.key, self.dtype = name, query, key, compute_dtype(query)
-        self.ranks, self.call_site = Ranks(name, ranks, device=key.device), checks.call_site() if ranks else ""
+        self.ranks, self.call_site = Ranks(name, ranks, device=key.device), call_site() if ranks else ""
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
         self.budget = self.options["memory_budget"] or chosen.default_budget

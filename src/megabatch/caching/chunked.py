@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import checks
+from ..callers import warn_once
 from . import wrappers
 from .batch import Batch, Transform
 from .conditions import Autocast, Buffers, Randomness
@@ -209,7 +209,7 @@ def _devices(modules: Sequence[nn.Module], batch: Batch, place: torch.device | N
 def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Module]) -> None:
     norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if any(norm in written or norm.running_mean is None for norm in norms):
-        checks.warn_once(
+        warn_once(
             "chunked",
             "batch norm",
             "the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "

@@ -5,13 +5,13 @@ have arrived: the host never waits for it. Accelerators other than CUDA's do not
 """
 
 import math
-import warnings
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import callers
 from .options import LossInputs, LossOptions, compute_dtype
 
 LARGEST_INVERSE_NORM = 1e12  # as torch.nn.functional.normalize
@@ -20,8 +20,7 @@ EMPTY_RANGE = (math.inf, -math.inf)
 
 Range = tuple[float, float]  # smallest and largest
 
-_warned: set[tuple[str, str]] = set()  # functions, and what they have warned of
-_pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # likewise: a range, and the event of its arrival
+_pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # by function and kind: a range, and the event of its arrival
 
 
 # ---- values
@@ -83,7 +82,7 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
     if options.normalize:
         return (UNIT_NORM,) * 3
     function, on_cpu = options.function, inputs.rows.device.type == "cpu"
-    watched = options.normalize is None and (function, "norms") not in _warned
+    watched = options.normalize is None and (function, "norms") not in callers.warned
     if options.spec.epilogue == "sigmoid" and not watched:  # which has no exponentials to bound
         return (math.inf,) * 3
     waiting = (function, "norms") in _pending and not _pending[function, "norms"][1].query()
@@ -93,7 +92,7 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
     vectors = norms if on_cpu else [list(chain.from_iterable(norms))]
     lows, highs = zip(*(_range(function, "norms", x) for x in vectors), strict=True)
     if watched and max(1 - min(lows), max(highs) - 1) > 0.01:
-        warn_once(
+        callers.warn_once(
             function,
             "norms",
             f"rows are not of unit length, but from {min(lows):.4g} to {max(highs):.4g}. Pass normalize=True for "
@@ -107,7 +106,7 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
 
 def id_range(inputs: LossInputs, options: LossOptions) -> Range:
     """Only all ranks together know whether all ids are equal, and those of a GPU arrive when they do."""
-    unknown = inputs.rows.device.type != "cpu" and (options.group or (options.function, "ids") in _warned)
+    unknown = inputs.rows.device.type != "cpu" and (options.group or (options.function, "ids") in callers.warned)
     if options.spec.id_rule != "mask" or unknown:
         return EMPTY_RANGE
     ids = (inputs.row_ids, inputs.column_ids, inputs.negative_ids)
@@ -130,9 +129,3 @@ def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
         low, high = _pending.pop(key)[0].tolist()
         return low, high
     return EMPTY_RANGE
-
-
-def warn_once(function: str, name: str, message: str) -> None:
-    if (function, name) not in _warned:
-        _warned.add((function, name))
-        warnings.warn(f"{function}: {message}", stacklevel=2)

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..backends.backend import Backend, float32_precision
 from ..backends.eager import Eager
 from ..backends.select import select
+from ..callers import warn_once
 from ..distributed.ranks import Facts, Ranks
-from .guards import EMPTY_RANGE, check_indices, check_scalars, id_range, max_norms, sum_and_max_weight, warn_once
+from .guards import EMPTY_RANGE, check_indices, check_scalars, id_range, max_norms, sum_and_max_weight
 from .options import LossInputs, LossOptions, Needs
 
 MANY_ROWS = 8  # fewer may have one id by chance
