@@ -27,6 +27,7 @@ class Backend(ABC):
     """Computes the tiles of one call, whose logits are S = scale * x.y + bias.
 
     Attributes:
+        scale, bias: Numbers where the host knows them, else 0-d tensors.
         default_budget: Bytes that a call may take if the caller names none; O(N) vectors come on top.
         useful_height: A strip of so many rows still multiplies at nearly full speed.
         dtype: Of logits, dlogits and gradients: float32 or float64.
@@ -42,8 +43,8 @@ class Backend(ABC):
     default_budget: ClassVar[int] = 256 * MIB
 
     spec: Spec
-    scale: float
-    bias: float
+    scale: float | Tensor
+    bias: float | Tensor
     dtype: torch.dtype
     operand_dtype: torch.dtype
     device: torch.device
@@ -72,7 +73,7 @@ class Backend(ABC):
     @staticmethod
     @abstractmethod
     def tile_sides(width: int, threads: int) -> tuple[int, int]:
-        """Height and width of the tiles that run fastest, for features of this width."""
+        """Height and width of the tiles that run fastest, for features of this width. No threads: an accelerator."""
 
     @staticmethod
     @abstractmethod

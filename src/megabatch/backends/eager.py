@@ -31,6 +31,8 @@ class Eager(Backend):
 
     @staticmethod
     def tile_sides(width: int, threads: int) -> tuple[int, int]:
+        if not threads:  # an accelerator, which many small tiles would keep waiting
+            return 4096, 4096
         side = 2048 if width >= 128 else 512
         return (side // 2 if threads > 1 else side // 4), side
 
@@ -62,20 +64,21 @@ class Eager(Backend):
 
     def scores(self, tile: Tile, memory: Tensor | None = None) -> Tensor:
         out = self._buffer("logits", tile.shape) if memory is None else shaped(memory, tile.shape)
-        if self.sum_for_scale or self.scale == 0:  # BLAS skips the product at 0; then inf * 0 would not be NaN
-            torch.mul(self._products(tile), self.scale, out=out)
-        else:
+        if isinstance(self.scale, float) and self.scale and not self.sum_for_scale:
             rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
             if self.operand_dtype == out.dtype:
                 torch.addmm(out, rows, columns.T, alpha=self.scale, beta=0, out=out)
             else:
                 multiply(rows, columns.T, out=out, alpha=self.scale)
+        else:  # the host does not know it, or a BLAS skips the product at 0: then inf * 0 would not be NaN
+            products = self._products(tile, None if self.sum_for_scale else out)
+            torch.mul(products, self.scale, out=out)
         if tile.is_diagonal:
             # A BLAS rounds (i, j) and (j, i) differently, but row i's sum has one and column i's dlogits the other.
             torch.mul(torch.add(out, out.T, out=self._buffer("scratch", tile.shape)), 0.5, out=out)
-        return out.add_(self.bias) if self.bias else out
+        return out.add_(self.bias) if isinstance(self.bias, Tensor) or self.bias else out
 
-    def _products(self, tile: Tile) -> Tensor:
-        """x.y, in a buffer that the next tile overwrites."""
+    def _products(self, tile: Tile, out: Tensor | None = None) -> Tensor:
+        """x.y, by default in a buffer that the next tile overwrites."""
         rows, columns = self._operand("rows", tile.rows), self._operand("columns", tile.columns)
-        return multiply(rows, columns.T, out=self._buffer("products", tile.shape))
+        return multiply(rows, columns.T, out=self._buffer("products", tile.shape) if out is None else out)

@@ -76,19 +76,28 @@ class Softmax(_Epilogue):
         sides = ("rows", "columns") if tile.has_column_statistics(self.spec) else ("rows",)
         pieces = {side: self.tops(tile, side, logits, same) if self.stats else {} for side in sides}
         if self.shift == OWN_MAX:
+            may_be_empty = masked is not None or tile.is_diagonal
+            positive = None if tile.targets is None else tile.targets.of(logits).to(torch.float64, copy=True)
             for side, piece in pieces.items():
-                piece["max"] = logits.amax(AXIS[side])
-                finite = piece["max"].clamp_min(torch.finfo(logits.dtype).min)
+                piece["max"] = finite = logits.amax(AXIS[side])
+                if may_be_empty:
+                    finite = finite.clamp_min(torch.finfo(logits.dtype).min)
                 # A mask is summed by way of the scratch buffer.
                 buffer = "scratch" if same is None and not self.spec.label_smoothing else "spare"
                 shifted = torch.sub(logits, finite.unsqueeze(AXIS[side]), out=self.buffer(buffer, tile.shape))
-                self._reduce(tile, {side: piece}, shifted, finite, same)
+                self._reduce(tile, {side: piece}, shifted, finite, same, positive)
         else:
             shifted = logits.sub_(self.shift) if self.shift else logits
             self._reduce(tile, pieces, shifted, self.shift, same)
 
     def _reduce(
-        self, tile: Tile, pieces: dict[str, Piece], shifted: Tensor, shift: Tensor | float, same: Tensor | None
+        self,
+        tile: Tile,
+        pieces: dict[str, Piece],
+        shifted: Tensor,
+        shift: Tensor | float,
+        same: Tensor | None,
+        target_logits: Tensor | None = None,
     ) -> None:
         """Complete the pieces of a State and merge them. Turns shifted logits into exponentials."""
         targets = tile.targets
@@ -99,24 +108,23 @@ class Softmax(_Epilogue):
             if self.spec.label_smoothing:
                 total, count = self.sum_where(tile, side, shifted != -math.inf, shifted)
                 piece |= {"logit_sum": total + shift * count, "logit_count": count}
-        if targets is not None and self.shift:
+        if targets is not None and self.shift > 0:
             before = targets.of(shifted).to(torch.float64, copy=True)
         shifted.exp_()
-        if targets is not None:
+        if targets is not None and self.shift != OWN_MAX:
             # The logit with the rounding that its exponential has in the sum: the loss log(sum / exponential) is 0
             # where nothing else adds to the sum, and never below.
             exponentials = targets.of(shifted).double()
             target_logits = exponentials.log()
-            if self.shift:
-                target_logits = torch.where(exponentials >= SMALLEST_SUM, target_logits, before)
+            if self.shift > 0:
+                target_logits = torch.where(exponentials >= SMALLEST_SUM, target_logits, before) + self.shift
         for side, piece in pieces.items():
             piece["sum_exp"] = shifted.sum(AXIS[side])
-            state = getattr(tile, side).state
-            state.merge(piece)
-            if targets is not None:
-                own_shift = targets.of_side(side, shift) if isinstance(shift, Tensor) else shift
-                logit = target_logits + own_shift if self.shift else target_logits
-                targets.add_to_side(side, state["positive_sum"], logit)
+            block = getattr(tile, side)
+            block.merge(piece)
+            state = block.state
+            if targets is not None and target_logits is not None:
+                targets.add_to_side(side, state["positive_sum"], target_logits)
                 if "positive_count" in state:
                     targets.add_to_side(side, state["positive_count"], 1.0)
 
@@ -130,10 +138,10 @@ class Softmax(_Epilogue):
         if self.shift == OWN_MAX:
             second = logits if fresh else self.buffer("logits", tile.shape)
             for block, axis, target in zip(blocks, (1, 0), (out, second), strict=False):
-                torch.sub(logits, block.state["max"].to(logits.dtype).unsqueeze(axis), out=target).exp_()
-                target.mul_(block.probability_factor.unsqueeze(axis))
-                if target is not out:
-                    out.add_(target)
+                max_ = block.state["max"].to(logits.dtype) if block.float_max is None else block.float_max
+                torch.sub(logits, max_.unsqueeze(axis), out=target).exp_()
+                factor = block.probability_factor.unsqueeze(axis)
+                target.mul_(factor) if target is out else out.addcmul_(target, factor)
         else:
             if fresh:
                 (logits.sub_(self.shift) if self.shift else logits).exp_()
@@ -145,7 +153,7 @@ class Softmax(_Epilogue):
 
     def _subtract_labels(self, tile: Tile, blocks: list[Block], dlogits: Tensor, same: Tensor | None) -> None:
         smoothing, targets = self.spec.label_smoothing, tile.targets
-        if targets is not None and "positive_count" not in tile.rows.state and tile.rows.has_unit_row_grad:
+        if targets is not None and "positive_count" not in tile.rows.state and tile.rows.row_grad is None:
             targets.add(dlogits, (smoothing - 1) * len(blocks))
         elif targets is not None:
             shares = (targets.of_side(side, getattr(tile, side).positive_share) for side in list(AXIS)[: len(blocks)])
@@ -166,19 +174,21 @@ class Sigmoid(_Epilogue):
         """Add the tile to the statistics of its rows. Leaves S, negated where a pair is positive."""
         masked, same = self.masks(tile)
         self.exclude(tile, logits, masked)
-        rows, targets = tile.rows.state, tile.targets
+        targets, piece = tile.targets, {}
         if self.stats:
-            rows.merge(self.tops(tile, "rows", logits, same))
-            tile.columns.state.merge(self.tops(tile, "columns", logits, same))
+            piece = self.tops(tile, "rows", logits, same)
+            tile.columns.merge(self.tops(tile, "columns", logits, same))
             if same is not None:
                 total, count = self.sum_where(tile, "rows", same, logits)
-                rows.merge({"positive_sum": total, "positive_count": count})
-            if targets is not None:
-                targets.add_to_side("rows", rows["positive_sum"], targets.of(logits).double())
-                targets.add_to_side("rows", rows["positive_count"], 1.0)
+                piece |= {"positive_sum": total, "positive_count": count}
+        if self.stats and targets is not None:
+            positive_logits = targets.of(logits).to(torch.float64, copy=True)
         self._negate_positives(tile, logits, same)
         softplus = torch.ops.aten.softplus.out(logits, 1, 40, out=self.buffer("scratch", tile.shape))
-        rows.merge({"softplus_sum": softplus.sum(1)})
+        tile.rows.merge({**piece, "softplus_sum": softplus.sum(1)})
+        if self.stats and targets is not None:
+            targets.add_to_side("rows", tile.rows.state["positive_sum"], positive_logits)
+            targets.add_to_side("rows", tile.rows.state["positive_count"], 1.0)
 
     def dlogits(self, tile: Tile, logits: Tensor, fresh: bool) -> Tensor:
         """dS, from S as `statistics` leaves it, or fresh."""
@@ -188,7 +198,7 @@ class Sigmoid(_Epilogue):
             self._negate_positives(tile, logits, same)
         out = torch.sigmoid(logits, out=self.buffer("scratch", tile.shape))
         self._negate_positives(tile, out, same)
-        return out if tile.rows.has_unit_row_grad else out.mul_(tile.rows.row_grad.to(out.dtype)[:, None])
+        return out if tile.rows.row_grad is None else out.mul_(tile.rows.row_grad.to(out.dtype)[:, None])
 
     def _negate_positives(self, tile: Tile, values: Tensor, same: Tensor | None) -> None:
         if tile.targets is not None:

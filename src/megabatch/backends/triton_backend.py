@@ -210,7 +210,7 @@ class Triton(Backend):
 
     def _row_terms(self, side: str, block: Block) -> dict[str, Tensor]:
         """What the dlogits of a row (x) or a column (y) depend on."""
-        terms = {"label": block.row_grad}
+        terms = {"label": block.row_grads}
         if self.spec.epilogue == "softmax":
             terms = {"label": block.positive_share, "max": block.state["max"], "factor": block.probability_factor}
         if self.spec.label_smoothing:

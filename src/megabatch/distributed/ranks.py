@@ -120,12 +120,12 @@ class Ranks:
         texts = self._all_gather(torch.nn.functional.pad(text, (0, max(lengths) - len(text)))).tolist()
         return [json.loads(bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
-    def all_sum(self, partial: Tensor) -> Tensor:
-        """The sum of a small tensor over the ranks, added in rank order: the same bits on every rank."""
+    def all_gather(self, partial: Tensor) -> Tensor:
+        """A small vector of every rank, by rank: added up in this order, it has the same bits on every rank."""
         if self.group is None:
-            return partial
+            return partial[None]
         self.where = f"the sum after {self.where}"
-        return self._all_gather(partial).sum(0)
+        return self._all_gather(partial)
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         """Every rank's vector: through the CPU, if the group has a backend for it, else through the accelerator."""

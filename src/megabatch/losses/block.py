@@ -1,6 +1,7 @@
 """Block and Tile: rows of one side of the logits with all that belongs to them, and where two blocks cross."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor
 from .spec import Spec
 from .state import State
 
-_EMPTY = torch.empty(0)
 _EMPTY_STATE = State((), torch.empty(0, 0))
 
 
@@ -28,8 +28,10 @@ class Block:
         inverse_norm: 1 / length of every row, where rows are normalised.
         max_norm: No row, as multiplied, is longer. inf where the host does not know.
         state: Statistics of the logits so far.
-        row_grad: d loss / d (loss of this row), up to a factor common to all rows.
-        has_unit_row_grad: It is known to be 1 for every row.
+        state_is_empty: They are those of no columns.
+        row_grad: d loss / d (loss of this row), up to a factor common to all rows. None: 1.
+        inverse_sum, float_max: 1 / sum_exp and max of the state in the dtype of logits, if they were made for all rows
+            at once.
         grad: `[n, D]`: d loss / d (scale * features), up to that factor, summed so far.
         grad_is_empty: Nothing was summed yet, and the content of `grad` is undefined.
     """
@@ -42,8 +44,10 @@ class Block:
     inverse_norm: Tensor | None = None
     max_norm: float = math.inf
     state: State = _EMPTY_STATE
-    row_grad: Tensor = _EMPTY
-    has_unit_row_grad: bool = False
+    state_is_empty: bool = False
+    row_grad: Tensor | None = None
+    inverse_sum: Tensor | None = None
+    float_max: Tensor | None = None
     grad: Tensor | None = None
     grad_is_empty: bool = False
 
@@ -66,6 +70,11 @@ class Block:
     def new_grad(self, memory: Tensor) -> None:
         self.grad, self.grad_is_empty = memory.view(self.features.shape), True
 
+    def merge(self, piece: Mapping[str, Tensor]) -> None:
+        """Add statistics of more columns to the state."""
+        self.state.merge(piece, is_first=self.state_is_empty)
+        self.state_is_empty = False
+
     def finish_grad(self) -> None:
         """Zero where nothing was summed."""
         if self.grad is not None and self.grad_is_empty:
@@ -73,23 +82,28 @@ class Block:
             self.grad_is_empty = False
 
     @cached_property
+    def row_grads(self) -> Tensor:
+        """One for every row."""
+        return self.state.table.new_ones(len(self)) if self.row_grad is None else self.row_grad
+
+    @cached_property
     def probability_factor(self) -> Tensor:
         """row_grad / sum_exp: turns exp(logit - max) into row_grad * probability."""
-        inverse = self.state["sum_exp"].reciprocal()
-        factor = inverse if self.has_unit_row_grad else inverse.mul_(self.row_grad)
+        inverse = self.state["sum_exp"].reciprocal() if self.inverse_sum is None else self.inverse_sum
+        factor = inverse if self.row_grad is None else inverse * self.row_grad
         return factor if self.features.dtype == torch.float64 else factor.float()
 
     @cached_property
     def positive_share(self) -> Tensor:
         """row_grad, divided among the row's positives."""
         if "positive_count" not in self.state:
-            return self.row_grad
-        return self.row_grad / self.state["positive_count"].clamp_min(1)
+            return self.row_grads
+        return self.row_grads / self.state["positive_count"].clamp_min(1)
 
     @cached_property
     def uniform_share(self) -> Tensor:
         """row_grad, divided among all columns that count, for label smoothing."""
-        return self.row_grad / self.state["logit_count"].clamp_min(1)
+        return self.row_grads / self.state["logit_count"].clamp_min(1)
 
 
 class ConsecutiveTargets:
@@ -173,13 +187,16 @@ class Tile:
         return ConsecutiveTargets(first, slice(start, stop), slice(start + first, stop + first))
 
     def id_mask(self) -> Tensor | None:
-        """The pairs whose ids are equal, apart from targets and self; None where there are none."""
+        """The pairs whose ids are equal, apart from targets and self; None where the host sees that there are none."""
         row_ids, column_ids = self.rows.ids, self.columns.ids
-        if row_ids is None or column_ids is None or not torch.isin(row_ids, column_ids).any():
+        if row_ids is None or column_ids is None:
+            return None
+        looks = row_ids.device.type == "cpu"  # elsewhere the host would have to wait
+        if looks and not torch.isin(row_ids, column_ids).any():
             return None
         mask = row_ids[:, None] == column_ids[None, :]
         if self.targets is not None:
             self.targets.put(mask, False)
         if self.is_diagonal:
             mask.fill_diagonal_(False)
-        return mask if mask.any() else None
+        return None if looks and not mask.any() else mask

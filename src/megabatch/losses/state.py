@@ -66,13 +66,17 @@ class State:
     def split(self, lengths: list[int]) -> list["State"]:
         return [State(self.names, part) for part in torch.split(self.table, lengths, 1)]
 
-    def merge(self, piece: Mapping[str, Tensor]) -> None:
-        """Add the statistics of more columns: of a tile, a block or another rank.
+    def merge(self, piece: Mapping[str, Tensor], is_first: bool = False) -> None:
+        """Add the statistics of more columns: of a tile, a block or another rank. The first are copied.
 
         Sums add up, and maxima compete. Sums of exponentials, unless they have one shift in common, combine as
 
             s e^m + s' e^m' = (s e^(m-M) + s' e^(m'-M)) e^M,  M = max(m, m').
         """
+        if is_first:
+            for name, value in piece.items():
+                self[name].copy_(value)
+            return
         if "max" in piece:
             # Where both are neutral: exp(-inf - lowest) is 0, where exp(-inf + inf) would be NaN.
             finite = torch.maximum(self["max"], piece["max"]).clamp_min_(torch.finfo(torch.float64).min)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..backends.backend import Backend, float32_precision
 from ..losses.block import Block, Tile
-from ..losses.state import State, state_fields
+from ..losses.state import OWN_MAX, State, state_fields
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
 from .plan import Plan, Sizes, make_plan
 
+SMALLEST = torch.finfo(torch.float64).tiny
 WIDE = 2**16  # features, for which the default budget may not do
 
 
@@ -78,7 +79,11 @@ class Call:
             return 0.0
         sides = self.layout.row_inputs, self.layout.column_inputs
         x, y = (max(info.max_norms[index] for info in self.handshake.infos for index in side) for side in sides)
-        return self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
+        if isinstance(self.scale, Tensor) or isinstance(self.handshake.bias, Tensor):
+            return OWN_MAX
+        shift = self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
+        # Whether it was too much is seen afterwards, and an accelerator would have to be waited for.
+        return shift if shift <= 0 or self.layout.device.type == "cpu" else OWN_MAX
 
     def _gathers(self) -> bool:
         """Whether columns are exchanged all at once."""
@@ -105,7 +110,7 @@ class Call:
             copied=layout.normalize or any(x.dtype != operand_dtype or x.stride(1) != 1 for x in features),
             sum_for_scale=self.sum_for_scale,
             backend=self.handshake.backend,
-            threads=torch.get_num_threads() if layout.device.type == "cpu" else 2,
+            threads=torch.get_num_threads() if layout.device.type == "cpu" else 0,
         )
         one_pass = any(self.options.needs) and self.options.reduction != "none" and self.ranks.size == 1
         try:
@@ -141,6 +146,16 @@ class Call:
         return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
 
     @cached_property
+    def largest_weight(self) -> Tensor | float:
+        """1, or what no weight of this rank exceeds."""
+        return 1.0 if self.inputs.weight is None else largest(self.row_weight)
+
+    @cached_property
+    def num_losses(self) -> float:
+        """Of all ranks."""
+        return float(sum(info.rows[index] for info in self.handshake.infos for index in self.layout.row_inputs))
+
+    @cached_property
     def weights(self) -> Tensor:
         """The weight of every row that has a loss."""
         inputs = len(self.layout.rows)
@@ -155,15 +170,33 @@ class Call:
         else:
             state = State(names, table)
         for block, part in zip(self.layout.blocks, state.split(lengths), strict=True):
-            block.state = part
+            block.state, block.state_is_empty = part, table is None
         return state
 
-    def attach_row_grads(self, side: list[Block], upstream: Tensor | None = None) -> None:
-        """d objective / d (loss of every row), up to a factor common to all."""
-        largest = self.handshake.largest_row_grad
-        for index, block in enumerate(side):
+    @property
+    def has_row_grads(self) -> bool:
+        """Whether they are not 1 for every row."""
+        weighted = self.inputs.weight is not None or self.options.reduction == "none"
+        return weighted or not self.spec.has_targets
+
+    def attach_row_grads(self, side: list[Block], largest: Tensor | float, upstream: Tensor | None = None) -> None:
+        """d objective / d (loss of every row), divided by the `largest`, so that dlogits are of size 1."""
+        for index, block in enumerate(side if self.has_row_grads else []):
             row_grad = block.state.where_positives(self.spec, self.row_weight)
             if upstream is not None:
                 row_grad = row_grad * upstream.view(len(side), -1)[index]
-            block.row_grad = row_grad if largest == 1 else row_grad / largest
-            block.has_unit_row_grad = self.inputs.weight is None and upstream is None and self.spec.has_targets
+            block.row_grad = row_grad / largest if isinstance(largest, Tensor) else row_grad
+
+    def attach_factors(self, state: State) -> None:
+        """What dlogits need of the complete statistics, for all rows and columns at once."""
+        if self.spec.epilogue == "softmax":
+            lengths, dtype = [len(block) for block in self.layout.blocks], self.layout.dtype
+            inverse = torch.split(state["sum_exp"].reciprocal().to(dtype), lengths)
+            maxima = torch.split(state["max"].to(dtype), lengths) if self.shift == OWN_MAX else [None] * len(lengths)
+            for block, *factors in zip(self.layout.blocks, inverse, maxima, strict=True):
+                block.inverse_sum, block.float_max = factors
+
+
+def largest(row_grads: Tensor) -> Tensor:
+    """Of their sizes, to divide by."""
+    return torch.nn.functional.pad(row_grads.abs(), (0, 1), value=SMALLEST).amax()

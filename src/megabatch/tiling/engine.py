@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..backends import workspace
 from ..losses.state import OWN_MAX
-from .call import Call
+from .call import Call, largest
 from .handshake import Handshake, RankInfo
 from .options import LossInputs, LossOptions
 from .plan import Plan
@@ -20,7 +20,8 @@ class Saved(NamedTuple):
     Attributes:
         state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
-        scalars: After one pass the gradients of scale and bias; else what the mean divides by, unless the host knows.
+        scalars: After one pass the gradients of scale and bias; else what the mean divides by, and the largest weight,
+            unless the host knows both.
         shift: Of all logits, or OWN_MAX.
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
@@ -58,9 +59,9 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
             del call, layout, kept, state
             call = Call(inputs, options, handshake, plan, shift=OWN_MAX)
             layout = call.layout
-    value, stats, denominator = result
+    value, stats, *divisors = result
     if not plan.one_pass:
-        scalars = denominator.view(1) if isinstance(denominator, Tensor) else value.new_empty(0, dtype=torch.float64)
+        scalars = _as_tensor(divisors, like=state.table)
         if not spec.has_targets:
             state.fill_empty_rows()
     number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
@@ -76,7 +77,7 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     gradients = torch.empty(sum(sizes), dtype=layout.dtype, device=layout.device)
     for block, part in zip(call.needing, torch.split(gradients, sizes), strict=True):
         block.new_grad(part)
-    call.attach_row_grads(layout.rows)
+    call.attach_row_grads(layout.rows, call.largest_weight)
     size = call.plan.slot_size
     memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
     for strip in layout.strips(call.plan.rows, call.plan.columns):
@@ -87,7 +88,15 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
-    return gradients, finish_gradients(call, 1.0, call.handshake.weight_sum)
+    denominator = call.num_losses if call.inputs.weight is None else call.weights.sum()
+    return gradients, finish_gradients(call, 1.0, denominator, call.largest_weight)
+
+
+def _as_tensor(numbers: list[Tensor | float], like: Tensor) -> Tensor:
+    """Empty where the host knows all of them."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return like.new_empty(0)
+    return torch.stack([x if isinstance(x, Tensor) else like.new_full((), x) for x in numbers])
 
 
 def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: Saved) -> Gradients:
@@ -97,20 +106,24 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
     handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
     call = Call(inputs, options, handshake, saved.plan, saved.shift)
     layout, spec = call.layout, call.spec
-    call.attach_state(saved.state)
+    call.attach_factors(call.attach_state(saved.state))
+    denominator, largest_row_grad = saved.scalars.unbind() if len(saved.scalars) else (call.num_losses, 1.0)
+    factor: Tensor | float = 1.0
+    of_rows = upstream.double() if options.reduction == "none" else None
+    if of_rows is not None:
+        largest_row_grad = call.ranks.all_gather(largest(of_rows * call.weights)[None]).amax()
+    else:
+        factor = upstream.item() if layout.device.type == "cpu" else upstream
     for side in (layout.rows, layout.columns)[: spec.directions]:
-        call.attach_row_grads(side, upstream.double() if options.reduction == "none" else None)
+        call.attach_row_grads(side, largest_row_grad, of_rows)
     for block in call.needing:
         block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
-    brought = ("state", "row_grad") if spec.two_sided else ()
+    brought = ("state", "row_grad")[: 1 + call.has_row_grads] if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
     for tile, slot in call.tiles(saved.kept, brought, collected="grad"):
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)
-    factor: Tensor | float = 1.0
-    if options.reduction != "none":
-        factor = upstream.item() if layout.device.type == "cpu" else upstream.double()
-    scalars = finish_gradients(call, factor, saved.scalars if len(saved.scalars) else handshake.weight_sum)
+    scalars = finish_gradients(call, factor, denominator, largest_row_grad)
     features = [block.grad for block in call.needing if block.grad is not None]
     return as_inputs(inputs, options, features, scalars)

@@ -1,7 +1,7 @@
 """What can only be seen by looking at the data: values that are refused, and warnings of likely mistakes.
 
-The CPU looks at once. An accelerator computes the numbers behind a warning, and a later call looks at them when they
-have arrived: the host never waits for it. Accelerators other than CUDA's do not warn.
+The CPU looks at once. On CUDA what must be refused is a device-side assertion, and the numbers behind a warning are
+looked at by a later call, when they have arrived: the host never waits for them. Other accelerators do neither.
 """
 
 import math
@@ -26,32 +26,47 @@ _pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # by function and kind
 # ---- values
 
 
-def check_scalars(function: str, scale: float, bias: float) -> None:
-    if not math.isfinite(scale):
+def scalar(x: Tensor | None, default: float, device: torch.device) -> float | Tensor:
+    """A number where the host knows it, else a 0-d tensor. What is not finite there makes the loss NaN."""
+    if x is None:
+        return default
+    return x.item() if "cpu" in (x.device.type, device.type) else x.detach().view(()).to(device)
+
+
+def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) -> None:
+    if isinstance(scale, float) and not math.isfinite(scale):
         raise ValueError(
             f"{function}: logit_scale (1 / temperature) must be finite, got {scale}. Clamp it, as CLIP does "
             "at 100; a temperature must be positive."
         )
-    if not math.isfinite(bias):
+    if isinstance(bias, float) and not math.isfinite(bias):
         raise ValueError(f"{function}: logit_bias must be finite, got {bias}.")
 
 
 def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> None:
-    if indices.numel():
+    rule = f"{function}: {name} must be rows of key, 0 to {num_keys - 1}"
+    if indices.device.type != "cpu":
+        assert_there(((indices >= 0) & (indices < num_keys)).all(), rule)
+    elif indices.numel():
         low, high = (bound.item() for bound in indices.aminmax())
         if low < 0 or high >= num_keys:
-            raise ValueError(f"{function}: {name} must be rows of key, 0 to {num_keys - 1}, got {low} to {high}.")
+            raise ValueError(f"{rule}, got {low} to {high}.")
 
 
-def sum_and_max_weight(function: str, weight: Tensor | None, num_rows: int) -> tuple[float, float]:
-    if weight is None or not num_rows:
-        return float(num_rows), float(num_rows > 0)
-    low, high = (bound.item() for bound in weight.aminmax())
-    if not 0 <= low <= high < math.inf:
-        raise ValueError(
-            f"{function}: weight must be finite and not negative, got {low} to {high}. Use 0 to leave a row out."
-        )
-    return weight.double().sum().item(), high
+def check_weight(function: str, weight: Tensor) -> None:
+    rule = f"{function}: weight must be finite and not negative"
+    if weight.device.type != "cpu":
+        assert_there(((weight >= 0) & (weight < math.inf)).all(), rule)
+    elif weight.numel():
+        low, high = (bound.item() for bound in weight.aminmax())
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(f"{rule}, got {low} to {high}. Use 0 to leave a row out.")
+
+
+def assert_there(condition: Tensor, message: str) -> None:
+    """Stop the device, as torch does for an index out of range, without a host that waits for the answer."""
+    if condition.device.type == "cuda":
+        torch._assert_async(condition, message)
 
 
 # ---- lengths of rows
@@ -72,8 +87,8 @@ def inverse_norms(features: Tensor) -> Tensor:
 
 
 def strip_height(features: Tensor) -> int:
-    """Rows at a time where features are read outside of tiles: about 1 MiB in float32."""
-    return max(1, 2**18 // features.shape[1])
+    """Rows at a time where features are read outside of tiles: in float32 about 1 MiB, on accelerators 64 MiB."""
+    return max(1, (2**18 if features.device.type == "cpu" else 2**24) // features.shape[1])
 
 
 def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
@@ -121,11 +136,16 @@ def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
         return min(low.item() for low in lows), max(high.item() for high in highs)
     if device == "cuda" and key not in _pending:
         bounds = torch.stack([bound.double() for x in vectors for bound in x.aminmax()])
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arriving = torch.stack(bounds.aminmax()).to("cpu", non_blocking=True)
-        event.record(torch.cuda.current_stream(bounds.device))
-        _pending[key] = arriving, event
+        _pending[key] = copy_to_host(torch.stack(bounds.aminmax()))
     elif device == "cuda" and _pending[key][1].query():
         low, high = _pending.pop(key)[0].tolist()
         return low, high
     return EMPTY_RANGE
+
+
+def copy_to_host(bounds: Tensor) -> tuple[Tensor, Any]:
+    """A copy that nobody waits for, and the event of its arrival."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arriving = bounds.to("cpu", non_blocking=True)
+    event.record(torch.cuda.current_stream(bounds.device))
+    return arriving, event

@@ -15,11 +15,10 @@ from ..backends.eager import Eager
 from ..backends.select import select
 from ..callers import warn_once
 from ..distributed.ranks import Facts, Ranks
-from .guards import EMPTY_RANGE, check_indices, check_scalars, id_range, max_norms, sum_and_max_weight
+from .guards import EMPTY_RANGE, check_indices, check_scalars, check_weight, id_range, max_norms, scalar
 from .options import LossInputs, LossOptions, Needs
 
 MANY_ROWS = 8  # fewer may have one id by chance
-SMALLEST_ROW_GRAD = torch.finfo(torch.float64).tiny  # to divide by
 PRECISION = "the precision of float32 products"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of features
 
@@ -31,8 +30,8 @@ class RankInfo(NamedTuple):
         max_norms: Bounds of the lengths of rows.
         id_range: Smallest and largest id, where equal ids are masked.
         needs: Of LossOptions.
+        scale, bias: NaN where only the device knows.
         grad_enabled: It records gradients: it can take part in a backward.
-        weights: Sum and maximum of its rows' weights.
         budget: Bytes that it may take, if its caller named them; else 0.
     """
 
@@ -45,7 +44,6 @@ class RankInfo(NamedTuple):
     grad_enabled: bool = False
     scale: float = 1.0
     bias: float = 0.0
-    weights: tuple[float, float] = (0.0, 0.0)
     budget: int = 0
 
     def encode(self) -> list[float]:
@@ -73,16 +71,14 @@ class Handshake:
         infos: Of every rank, from the forward.
         backend, scale, bias: The same on all ranks.
         needs: Which gradients some rank needs.
-        weight_sum: Of all rows of all ranks that have a loss.
-        largest_row_grad: Row gradients are divided by it, so that dlogits are of size 1 whatever the weights.
     """
 
-    def __init__(self, ranks: Ranks, infos: list[RankInfo], backend: type[Backend]) -> None:
+    def __init__(self, inputs: LossInputs, ranks: Ranks, infos: list[RankInfo], backend: type[Backend]) -> None:
         self.ranks, self.infos, self.backend = ranks, infos, backend
-        self.scale, self.bias = infos[0].scale, infos[0].bias
+        device, (scale, bias) = inputs.rows.device, (infos[0].scale, infos[0].bias)
+        self.scale = scalar(inputs.scale, 1.0, device) if math.isnan(scale) else scale
+        self.bias = scalar(inputs.bias, 0.0, device) if math.isnan(bias) else bias
         self.needs = Needs(*map(any, zip(*(info.needs for info in infos), strict=True)))
-        self.weight_sum = math.fsum(info.weights[0] for info in infos)
-        self.largest_row_grad = _largest([info.weights[1] for info in infos])
 
     @classmethod
     def of_forward(cls, inputs: LossInputs, options: LossOptions) -> "Handshake":
@@ -106,7 +102,7 @@ class Handshake:
                 raise error
             finally:
                 del error  # which would hold this frame, and with it the features
-        handshake = cls(ranks, infos, backend)
+        handshake = cls(inputs, ranks, infos, backend)
         handshake._check_together(options.spec.symmetric)
         return handshake
 
@@ -115,19 +111,15 @@ class Handshake:
         cls, inputs: LossInputs, options: LossOptions, infos: list[RankInfo], upstream: Tensor, forward_number: int
     ) -> "Handshake":
         """`infos` are those of the forward, whose handshake had that number in its group."""
-        device, per_row = inputs.rows.device, options.reduction == "none"
+        device = inputs.rows.device
         ranks = Ranks(options.function, options.group, "backward", device)
-        handshake = cls(ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
-        if options.group or per_row:
+        if options.group:
             same = {"the order of backwards": f"that of loss {forward_number}", PRECISION: float32_precision(device)}
-            mine = _largest_row_grad(inputs.weight, upstream) if per_row else upstream.double().item()
-            upstreams = [number for (number,) in ranks.handshake(same, [mine])]
-            if per_row:
-                handshake.largest_row_grad = _largest(upstreams)
-            else:
-                advice = "Pass weight or reduction='none' to weigh rows."
-                ranks.check_same("what the loss is multiplied by", upstreams, advice)
-        return handshake
+            known = options.reduction != "none" and device.type == "cpu"
+            upstreams = ranks.handshake(same, [upstream.double().item()] if known else [])
+            advice = "Pass weight or reduction='none' to weigh rows."
+            ranks.check_same("what the loss is multiplied by", [number for own in upstreams for number in own], advice)
+        return cls(inputs, ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
 
     def _warn_of_equal_ids(self, found: int) -> None:
         """On all ranks, or, where one rank's user turned warnings into errors, raise on all."""
@@ -152,8 +144,6 @@ class Handshake:
             raise ValueError(
                 f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
             )
-        if not 0 < self.weight_sum < math.inf:
-            raise ValueError(f"{function}: weight must have a positive, finite sum, got {self.weight_sum}.")
         low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
         unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
         # Beyond 2^53 ids that differ may be equal as floating-point numbers.
@@ -185,37 +175,24 @@ def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
     """Or what this rank has against its own values."""
     function = options.function
     column_ids = inputs.row_ids if options.spec.symmetric else inputs.column_ids
-    scale = 1.0 if inputs.scale is None else inputs.scale.item()
-    bias = 0.0 if inputs.bias is None else inputs.bias.item()
+    scale, bias = scalar(inputs.scale, 1.0, inputs.rows.device), scalar(inputs.bias, 0.0, inputs.rows.device)
     check_scalars(function, scale, bias)
     if inputs.positives is not None and inputs.columns is not None:
         check_indices(function, "positives", inputs.positives, len(inputs.columns))
-    weight_sum, max_weight = sum_and_max_weight(function, inputs.weight, len(inputs.rows))
-    num_sides = 2 if options.spec.symmetric and inputs.columns is not None else 1  # that the weights are for
+    if inputs.weight is not None:
+        check_weight(function, inputs.weight)
     return RankInfo(
         rows=tuple([0 if x is None else len(x) for x in inputs.features]),
         dtypes=tuple([inputs.rows.dtype if x is None else x.dtype for x in inputs.features]),
         ids=(inputs.row_ids is not None, column_ids is not None, inputs.negative_ids is not None),
-        weights=(weight_sum * num_sides, max_weight),
         max_norms=max_norms(inputs, options),
         id_range=id_range(inputs, options),
         needs=options.needs,
         grad_enabled=options.grad_enabled,
-        scale=scale,
-        bias=bias,
+        scale=math.nan if isinstance(scale, Tensor) else scale,
+        bias=math.nan if isinstance(bias, Tensor) else bias,
         budget=options.memory_budget or 0,
     )
-
-
-def _largest(row_grads: list[float]) -> float:
-    return math.nan if any(map(math.isnan, row_grads)) else max(*row_grads, SMALLEST_ROW_GRAD)
-
-
-def _largest_row_grad(weight: Tensor | None, upstream: Tensor) -> float:
-    row_grad = upstream.double()
-    if weight is not None:
-        row_grad = row_grad * weight.double().repeat(len(row_grad) // max(len(weight), 1))
-    return row_grad.abs().amax().item() if len(row_grad) else 0.0
 
 
 def _same_on_all_ranks(inputs: LossInputs, options: LossOptions, backend: type[Backend]) -> Facts:

@@ -128,7 +128,8 @@ class Layout:
                 value.reset(self.shift) if isinstance(value, State) else value.zero_()
             if info.rows[index]:
                 offset, max_norm = self._offsets[index][owner], info.max_norms[index]
-                blocks.append(Block(offset=offset, max_norm=max_norm, **members, **sums))
+                fresh = "state" in sums
+                blocks.append(Block(offset=offset, max_norm=max_norm, state_is_empty=fresh, **members, **sums))
         return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:

@@ -25,7 +25,7 @@ class Sizes:
         element, operand: Bytes of a logit, and of what products multiply.
         copied: Features are converted or normalised strip by strip.
         sum_for_scale: x.y is held beside the logits.
-        threads: Of the CPU.
+        threads: Of the CPU; 0 on an accelerator.
     """
 
     rows: tuple[int, ...]

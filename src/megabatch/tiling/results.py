@@ -5,6 +5,7 @@ d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,49 +14,92 @@ from ..backends import workspace
 from ..backends.epilogues import SMALLEST_SUM
 from ..losses.block import Block
 from ..losses.state import State
-from .call import Call
-from .guards import LARGEST_INVERSE_NORM, strip_height
+from .call import SMALLEST, Call
+from .guards import LARGEST_INVERSE_NORM, assert_there, strip_height
 from .options import LossInputs, LossOptions
 
-NUM_STATS, NUM_SUMS = 7, 5
+STATISTICS = ("positive_logit", "row_loss", "column_loss", "row_accuracy", "column_accuracy")
+NUM_STATS = 2 + len(STATISTICS)  # with the loss, and the accuracy of both directions
 
 Gradients = tuple[Tensor | None, ...]  # of LossInputs[:5]; None where none is needed
 
 
-def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tensor | float] | None:
-    """The value, the statistics, and what the mean divides by. None where a sum of exponentials has underflowed."""
+class Reduced(NamedTuple):
+    """Of all rows of all ranks.
+
+    Attributes:
+        value: Of the loss, or of every row of this rank.
+        denominator: What the mean divides by.
+        largest_weight: 1 where there are none.
+    """
+
+    value: Tensor
+    stats: Tensor | None
+    denominator: Tensor | float
+    largest_weight: Tensor | float
+
+
+def reduce_losses(call: Call, state: State) -> Reduced | None:
+    """From the statistics of this rank's rows. None where a sum of exponentials has underflowed."""
     spec, options, layout = call.spec, call.options, call.layout
     num_rows = sum(map(len, layout.rows))
     rows = state if spec.two_sided else state.slice(0, num_rows)
     losses = rows.losses(spec)
-    if spec.column_loss:
-        losses = losses.view(2, num_rows).mean(0)
-    if call.inputs.weight is not None:
+    weighted = call.inputs.weight is not None
+    directions = spec.directions  # whose losses are added up
+    if directions > 1 and (weighted or options.reduction == "none"):
+        losses, directions = losses.view(2, num_rows).mean(0), 1
+    if weighted:
         losses = losses * call.weights
-    sums = [losses.sum()]
+    sums = {"loss": losses.sum()}
     if call.shift > 0:
-        sums.append((rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64))
-    if not spec.has_targets:
-        sums.append(rows.where_positives(spec, call.weights).sum())
+        sums["underflows"] = (rows["sum_exp"] < SMALLEST_SUM).sum(dtype=torch.float64)
+    if weighted or not spec.has_targets:
+        sums["weight"] = rows.where_positives(spec, call.weights).sum()
     if options.return_stats:
         columns = state if spec.symmetric else state.slice(num_rows, None)
-        sums += _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
-    if len(sums) > 1 or options.group:
-        sums = list(call.ranks.all_sum(torch.stack(sums)).unbind())
-    if call.shift > 0 and sums.pop(1).item():
+        sums |= _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
+    largest_weight = call.largest_weight
+    if options.group:
+        sums, largest_weight = _over_ranks(call, sums)
+    if call.shift > 0 and sums["underflows"].item():
         return None
-    denominator: Tensor | float = call.handshake.weight_sum
+    if isinstance(largest_weight, Tensor):
+        _check_weights(call, largest_weight)
+    denominator = sums.get("weight", call.num_losses)
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
-        denominator = torch.where(sums[1] == 0, 1.0, sums[1])
-    mean = sums[0] / denominator
-    value = {"mean": mean, "sum": sums[0], "none": losses}[options.reduction].to(layout.dtype)
-    if not options.return_stats:
-        return value, None, denominator
-    means = torch.stack(sums[-NUM_SUMS:]) / denominator
-    return value, torch.cat([mean[None], means[3:].mean()[None], means]), denominator
+        denominator = torch.where(sums["weight"] == 0, 1.0, sums["weight"])
+    mean, stats = sums["loss"] / (denominator * directions), None
+    value = {"mean": mean, "sum": sums["loss"], "none": losses}[options.reduction]
+    if options.reduction == "sum" and directions > 1:
+        value = value / directions
+    value = value.to(layout.dtype)
+    if options.return_stats:
+        means = torch.stack([sums[name] for name in STATISTICS]) / denominator
+        stats = torch.cat([mean[None], means[3:].mean()[None], means])
+    return Reduced(value, stats, denominator, largest_weight)
 
 
-def _statistics(call: Call, rows: State, columns: State) -> list[Tensor]:
+def _over_ranks(call: Call, sums: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | float]:
+    """The sums of all ranks, and their largest weight."""
+    largest_weight, own = call.largest_weight, list(sums.values())
+    if isinstance(largest_weight, Tensor):
+        own.append(largest_weight)
+    everyones = call.ranks.all_gather(torch.stack(own))
+    if isinstance(largest_weight, Tensor):
+        largest_weight = everyones[:, -1].amax()
+    return dict(zip(sums, everyones.sum(0).unbind(), strict=False)), largest_weight
+
+
+def _check_weights(call: Call, largest_weight: Tensor) -> None:
+    rule = f"{call.options.function}: weight must have a positive, finite sum"
+    if largest_weight.device.type != "cpu":
+        assert_there(largest_weight > SMALLEST, rule)
+    elif largest_weight.item() <= SMALLEST:
+        raise ValueError(f"{rule}, got 0.0.")
+
+
+def _statistics(call: Call, rows: State, columns: State) -> dict[str, Tensor]:
     """Sums over the rows: of the positive logits, the losses of both directions, and the right answers of both."""
     spec = call.spec
     weight = rows.where_positives(spec, call.weights)
@@ -64,25 +108,23 @@ def _statistics(call: Call, rows: State, columns: State) -> list[Tensor]:
     # Equal columns of different tiles may differ by a rounding or two: they still tie.
     slack = 4 * torch.finfo(call.layout.dtype).eps
     right = [side["top_positive"] >= side["top"] - slack * side["top"].abs() for side in sides]
-    return [
-        (weight * values).sum() for values in (rows.positive_logits(spec), losses[0], losses[-1], right[0], right[-1])
-    ]
+    values = (rows.positive_logits(spec), losses[0], losses[-1], right[0], right[-1])
+    return {name: (weight * value).sum() for name, value in zip(STATISTICS, values, strict=True)}
 
 
-def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor | float) -> Tensor:
+def finish_gradients(
+    call: Call, upstream: Tensor | float, denominator: Tensor | float, largest: Tensor | float
+) -> Tensor:
     """From A to the gradients of features, in place; those of scale and bias are returned."""
-    options, ranks, sums = call.options, call.ranks, call.backend.scalar_sums
-    factor = upstream * (call.handshake.largest_row_grad / call.spec.directions)
-    if options.reduction == "mean":
-        factor = factor / denominator
+    options, ranks, needs = call.options, call.ranks, call.handshake.needs
+    by = largest / call.spec.directions  # numbers that the host knows first
+    factor = upstream * (by / denominator if options.reduction == "mean" else by)
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
-    coefficient = factor * (call.scale * (ranks.size if averaged else 1))
+    coefficient = factor * call.scale if ranks.size == 1 or not averaged else factor * call.scale * ranks.size
     # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
-    alpha = 0.5 if call.spec.symmetric else 1.0
-    if call.side_for_scale:
-        sums[0].zero_()  # Triton's kernels sum it over the tiles, too
+    parts: list[Tensor] = []
     for block in call.needing:
         is_summed = any(block is other for other in call.side_for_scale)
         for strip in block.strips(strip_height(block.features)):
@@ -90,22 +132,32 @@ def finish_gradients(call: Call, upstream: Tensor | float, denominator: Tensor |
             if is_summed or strip.inverse_norm is not None:
                 along = _backward_of_normalization(strip, strip.grad)
             if is_summed:
-                sums[0].add_(along.sum(dtype=torch.float64), alpha=alpha)
+                parts.append(along.sum(dtype=torch.float64))
             strip.grad.mul_(coefficient)
-    return ranks.all_sum(sums * factor) / (1 if averaged else ranks.size) if ranks.size > 1 else sums * factor
+    if call.side_for_scale and parts:
+        sums = sum(parts[1:], parts[0]).view(1) * (factor * 0.5 if call.spec.symmetric else factor)
+        if needs.bias:
+            sums = torch.cat([sums, call.backend.scalar_sums[1:] * factor])
+    else:
+        sums = call.backend.scalar_sums[: 1 + needs.bias] * factor
+    if not options.group or not (needs.scale or needs.bias):
+        return sums
+    return ranks.all_gather(sums).sum(0) / (1 if averaged else ranks.size)
 
 
 def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
-    """Where rows were normalised, takes the part of A along x out of it. Returns x.A of every row."""
+    """Where rows were normalised, takes the part of A along x out of it. Returns what x.A is the sum of."""
     x, inverse = block.features.to(grad.dtype), block.inverse_norm
     if inverse is not None:
         x = x * inverse[:, None]
     buffer = workspace.buffer("products", grad.numel(), grad.dtype, grad.device)
-    along = torch.mul(x, grad, out=workspace.shaped(buffer, (len(grad), grad.shape[1]))).sum(1)
-    if inverse is not None:
-        # A length that was clamped is a constant.
-        part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
-        grad.addcmul_(x, part[:, None], value=-1).mul_(inverse[:, None])
+    products = torch.mul(x, grad, out=workspace.shaped(buffer, (len(grad), grad.shape[1])))
+    if inverse is None:
+        return products
+    along = products.sum(1)
+    # A length that was clamped is a constant.
+    part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
+    grad.addcmul_(x, part[:, None], value=-1).mul_(inverse[:, None])
     return along
 
 

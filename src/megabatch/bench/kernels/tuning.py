@@ -55,7 +55,7 @@ def search(backend: Triton, tile: Tile, tried: list[Settings]) -> list[tuple[flo
 
     for block in (tile.rows, tile.columns):
         block.features.normal_()
-        block.row_grad.fill_(1.0)
+        block.row_grads.fill_(1.0)
         block.state.reset()
 
     def step() -> None:
