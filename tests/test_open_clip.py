@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch import callers
 from megabatch.bench.instruments import measure, processes
 from megabatch.integrations import open_clip as ours
 
@@ -123,7 +124,8 @@ def test_owns_nothing_and_travels_as_the_original_does() -> None:
         loss(*given[:2])
 
 
-def test_options_are_those_of_megabatch() -> None:
+def test_options_are_those_of_megabatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "warned", set())
     given = inputs(torch.float64)
     assert ours.ClipLoss(reduction="none")(*given).shape == (33,)
     with pytest.warns(UserWarning, match="all ids are equal"):

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from megabatch import cli
+from megabatch import callers, cli
 from megabatch.train import checkpoint
 from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
@@ -298,6 +298,7 @@ class WithBatchNorm(nn.Module):
 
 
 def test_a_step_that_is_not_finite_leaves_running_statistics_as_they_were(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(callers, "warned", set())
     original = TinyTowers.__init__
 
     def init(self, *args):
