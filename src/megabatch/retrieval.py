@@ -58,7 +58,7 @@ def retrieval_ranks(
         positives = row if positives is None else positives.long()
         check_indices(name, "positives", positives, len(key))
     search.connect(LossInputs(query, key))
-    score = search.pair_scores(search.layout.rows[0], row, search.layout.columns[0], positives)
+    score = search.pair_scores(search.layout.rows[0], row, search.layout.own[1], positives)
     above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
     for tile, rows, scores in search.tiles():
         search.count_above(tile, scores, search.query_norm[rows], score[rows], above[rows])
@@ -188,6 +188,8 @@ class _Search:
             overlap=self.options["overlap"],
             gathers=fits if exchange == "auto" else exchange == "gather",
         )
+        if self.layout.gathers:
+            self.layout.gather()
         error = None
         try:
             self.sides = self._sides(max(info.rows[1] for info in infos))

@@ -23,6 +23,9 @@ from torch import Tensor
 NUMBERS = 32  # that a rank can bring to a handshake. One size for all: ranks may make different calls by mistake
 ERRORS = (ValueError, TypeError, UserWarning)
 
+# Its name before torch 2.13.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
 
@@ -126,6 +129,26 @@ class Ranks:
             return partial[None]
         self.where = f"the sum after {self.where}"
         return self._all_gather(partial)
+
+    def all_gather_block(self, mine: Tensor) -> Tensor:
+        """Tensors of one size of all ranks, by rank, from where the features are."""
+        gathered = mine.new_empty(self.size * mine.numel())
+        with self._named_errors("for the other ranks"):
+            _all_gather_single(gathered, mine.flatten(), group=self.group)
+        return gathered.view(self.size, *mine.shape)
+
+    def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        """In place."""
+        with self._named_errors("for the other ranks"):
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+    def all_to_all(self, sent: Tensor) -> Tensor:
+        """Row i of every rank arrives at rank i, by rank."""
+        received = torch.empty_like(sent)
+        with self._named_errors("for the other ranks"):
+            dist.all_to_all_single(received, sent.contiguous(), group=self.group)
+        return received
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         """Every rank's vector: through the CPU, if the group has a backend for it, else through the accelerator."""

@@ -18,7 +18,6 @@ def ring_pass(
     add: Callable[[int, Tensor, Tensor | None], None],
     *,
     overlap: bool = True,
-    gather: bool = False,
 ) -> Iterator[tuple[int, Tensor, Tensor] | None]:
     """The packed block of one rank after another: its owner, the block, and memory for what is added up for it, which
     is sent to the owner when the next is asked for.
@@ -34,7 +33,6 @@ def ring_pass(
         add: (owner, sums, into): add what another rank has added up for the owner to what is in memory here or, for
             None, to the owner's own.
         overlap: Blocks are sent while others are computed on. Otherwise every transfer is waited for.
-        gather: Every block comes straight from its owner, all at once, and sums go straight home.
     """
 
     def start(hops: int, sent: Tensor, received: Tensor, tag: int) -> Transfer:
@@ -45,33 +43,24 @@ def ring_pass(
             ranks.wait(transfer)
         return transfer
 
-    ahead = reach if gather else 1
-    blocks = [own, *(torch.empty_like(own) for _ in range(ahead))]
-    sums = [own.new_empty(sum_size) for _ in range(min(ahead + 1, reach))]
-    partials = [own.new_empty(sum_size) for _ in range(ahead)]
-    receiving: list[Transfer] = []
-    adding: list[tuple[Transfer, Tensor]] = []
-    started = 0
+    blocks, sums = [own, torch.empty_like(own)], [own.new_empty(sum_size) for _ in range(min(2, reach))]
+    partial = own.new_empty(sum_size)
+    receiving: Transfer = []
+    adding: Transfer = []
     for step in range(reach + 1):
         ranks.where = f"step {step} of {reach} of the {ranks.phase} pass"
-        if step:
-            ranks.wait(receiving.pop(0))
-        while started < min(step + ahead, reach):
-            started += 1
-            hops = started if gather else 1
-            sent, received = blocks[(started - hops) % len(blocks)], blocks[started % len(blocks)]
-            receiving.append(start(hops, sent, received, BLOCKS))
+        ranks.wait(receiving)
+        if step < reach:
+            receiving = start(1, blocks[step % 2], blocks[(step + 1) % 2], BLOCKS)
         if step == 0:
             yield None
             continue
-        owner, mine, partial = (ranks.rank - step) % ranks.size, sums[step % len(sums)], partials[step % ahead]
-        yield owner, blocks[step % len(blocks)], mine
-        if adding and not gather:
-            ranks.wait(adding.pop()[0])
+        owner, mine = (ranks.rank - step) % ranks.size, sums[step % len(sums)]
+        yield owner, blocks[step % 2], mine
+        if step > 1:
+            ranks.wait(adding)
             add(owner, partial, mine)
-        goes_home = gather or step == reach
-        adding.append((start(-step if goes_home else 1, mine, partial, SUMS), partial))
+        adding = start(1 if step < reach else -step, mine, partial, SUMS)
     yield None
-    for transfer, partial in adding:
-        ranks.wait(transfer)
-        add(ranks.rank, partial, None)
+    ranks.wait(adding)
+    add(ranks.rank, partial, None)

@@ -6,10 +6,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ..backends.backend import Backend, float32_precision
 from ..losses.block import Block, Tile
-from ..losses.state import OWN_MAX, State, state_fields
+from ..losses.state import MAXIMA, OWN_MAX, State, state_fields
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
@@ -29,8 +30,9 @@ class Call:
         handshake: Handshake,
         plan: Plan | None = None,
         shift: float | None = None,
+        gathered: Tensor | None = None,
     ) -> None:
-        """A backward comes with plan and shift of its forward: made anew they might differ."""
+        """A backward comes with plan and shift of its forward, made anew they might differ, and what that gathered."""
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
         self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
@@ -40,6 +42,10 @@ class Call:
         self.sum_for_scale = handshake.needs.scale and not self.side_for_scale
         self.shift = self.layout.shift = self._common_shift() if shift is None else shift
         self.plan = plan or self._make_plan(operand_dtype)
+        if self.layout.gathers:
+            self.gathered = self.layout.gather(gathered)
+        else:
+            self.gathered = inputs.rows.new_empty(0, dtype=torch.uint8)
         self.backend: Backend = handshake.backend(
             self.spec,
             self.scale,
@@ -100,10 +106,11 @@ class Call:
         """Or the same error on all ranks."""
         layout, error = self.layout, None
         features = [x for x in self.inputs.features if x is not None]
+        columns, remote = layout.column_lengths()
         sizes = Sizes(
             rows=tuple(map(len, layout.rows)),
-            columns=tuple(map(len, layout.columns)),
-            remote=tuple(layout.remote_lengths()),
+            columns=tuple(columns),
+            remote=tuple(remote),
             width=layout.width,
             element=layout.dtype.itemsize,
             operand=operand_dtype.itemsize,
@@ -137,18 +144,12 @@ class Call:
     @cached_property
     def needing(self) -> list[Block]:
         """The blocks whose features need a gradient."""
-        return [block for block, need in zip(self.layout.blocks, self.options.needs, strict=False) if need]
-
-    @cached_property
-    def row_weight(self) -> Tensor:
-        """The weight of every row of one input."""
-        weight, rows = self.inputs.weight, self.inputs.rows
-        return rows.new_ones(len(rows), dtype=torch.float64) if weight is None else weight.double()
+        return [block for block, need in zip(self.layout.own, self.options.needs, strict=False) if need]
 
     @cached_property
     def largest_weight(self) -> Tensor | float:
-        """1, or what no weight of this rank exceeds."""
-        return 1.0 if self.inputs.weight is None else largest(self.row_weight)
+        """1, or what none of the weights exceeds."""
+        return 1.0 if self.inputs.weight is None else largest(self.weights)
 
     @cached_property
     def num_losses(self) -> float:
@@ -157,21 +158,49 @@ class Call:
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weight of every row that has a loss."""
-        inputs = len(self.layout.rows)
-        return self.row_weight.repeat(inputs) if inputs > 1 else self.row_weight
+        """The weight of every row with a loss in the table of statistics."""
+        weight, num_inputs = self.inputs.weight, len(self.layout.row_inputs)
+        if weight is None:
+            return self.inputs.rows.new_ones(self.layout.num_losses, dtype=torch.float64)
+        weight = weight.double().repeat(num_inputs) if num_inputs > 1 else weight.double()
+        return self.layout.all_rows(weight)
 
     def attach_state(self, table: Tensor | None = None) -> State:
         """Give every block its part of the statistics, by default of no columns."""
         names = state_fields(self.spec, self.options.return_stats)
-        lengths = [len(block) for block in self.layout.blocks]
+        layout = self.layout
         if table is None:
-            state = State.neutral(names, sum(lengths), self.layout.device, self.shift)
+            state = State.neutral(names, layout.table_length, layout.device, self.shift)
         else:
             state = State(names, table)
-        for block, part in zip(self.layout.blocks, state.split(lengths), strict=True):
-            block.state, block.state_is_empty = part, table is None
+        for block, start, stop in layout.spans():
+            block.state, block.state_is_empty = state.slice(start, stop), table is None and not layout.overlaps
         return state
+
+    def all_reduce_statistics(self, state: State) -> None:
+        """Where columns were gathered: add up the statistics of all ranks, each of which has tiles of its own rows."""
+        sums = [name for name in state.names if name not in MAXIMA]
+        maxima = [name for name in state.names if name in MAXIMA and (name != "max" or self.shift == OWN_MAX)]
+        if maxima:
+            found = self.ranks.all_reduce(torch.stack([state[name] for name in maxima]), ReduceOp.MAX)
+            for name, new in zip(maxima, found.unbind(), strict=True):
+                if name == "max":
+                    state["sum_exp"].mul_((state["max"] - new.clamp_min(torch.finfo(torch.float64).min)).exp_())
+                state[name].copy_(new)
+        found = self.ranks.all_reduce(torch.stack([state[name] for name in sums]), ReduceOp.SUM)
+        for name, new in zip(sums, found.unbind(), strict=True):
+            state[name].copy_(new)
+
+    def attach_grads(self) -> None:
+        """Memory for the gradients of features."""
+        layout, blocks = self.layout, self.needing
+        if layout.gathers:
+            columns = [block for block, index in layout.gathered if self.handshake.needs[index]]
+            blocks = columns + [block for block in blocks if not len(block) or layout.is_row_only(block)]
+        for block in blocks:
+            block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
+            if layout.overlaps:
+                block.finish_grad()
 
     @property
     def has_row_grads(self) -> bool:
@@ -179,22 +208,30 @@ class Call:
         weighted = self.inputs.weight is not None or self.options.reduction == "none"
         return weighted or not self.spec.has_targets
 
-    def attach_row_grads(self, side: list[Block], largest: Tensor | float, upstream: Tensor | None = None) -> None:
+    def attach_row_grads(self, state: State, largest: Tensor | float, upstream: Tensor | None = None) -> None:
         """d objective / d (loss of every row), divided by the `largest`, so that dlogits are of size 1."""
-        for index, block in enumerate(side if self.has_row_grads else []):
-            row_grad = block.state.where_positives(self.spec, self.row_weight)
-            if upstream is not None:
-                row_grad = row_grad * upstream.view(len(side), -1)[index]
-            block.row_grad = row_grad / largest if isinstance(largest, Tensor) else row_grad
+        if not self.has_row_grads:
+            return
+        num_losses = self.layout.num_losses
+        row_grad = state.slice(0, num_losses).where_positives(self.spec, self.weights)
+        if upstream is not None:
+            row_grad = row_grad * upstream
+        if isinstance(largest, Tensor):
+            row_grad = row_grad / largest
+        for block, start, stop in self.layout.spans():
+            if start < num_losses:
+                block.row_grad = row_grad[start:stop]
+            elif self.spec.column_loss:  # of the pair of the same number
+                block.row_grad = row_grad[start - num_losses : stop - num_losses]
 
     def attach_factors(self, state: State) -> None:
         """What dlogits need of the complete statistics, for all rows and columns at once."""
         if self.spec.epilogue == "softmax":
-            lengths, dtype = [len(block) for block in self.layout.blocks], self.layout.dtype
-            inverse = torch.split(state["sum_exp"].reciprocal().to(dtype), lengths)
-            maxima = torch.split(state["max"].to(dtype), lengths) if self.shift == OWN_MAX else [None] * len(lengths)
-            for block, *factors in zip(self.layout.blocks, inverse, maxima, strict=True):
-                block.inverse_sum, block.float_max = factors
+            inverse = state["sum_exp"].reciprocal().to(self.layout.dtype)
+            maxima = state["max"].to(self.layout.dtype) if self.shift == OWN_MAX else None
+            for block, start, stop in self.layout.spans():
+                block.inverse_sum = inverse[start:stop]
+                block.float_max = None if maxima is None else maxima[start:stop]
 
 
 def largest(row_grads: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backends import workspace
-from ..losses.state import OWN_MAX
+from ..losses.state import OWN_MAX, State
 from .call import Call, largest
 from .handshake import Handshake, RankInfo
 from .options import LossInputs, LossOptions
@@ -20,6 +20,7 @@ class Saved(NamedTuple):
     Attributes:
         state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
+        gathered: The columns of all ranks, if they were gathered, as they travelled.
         scalars: After one pass the gradients of scale and bias; else what the mean divides by, and the largest weight,
             unless the host knows both.
         shift: Of all logits, or OWN_MAX.
@@ -30,6 +31,7 @@ class Saved(NamedTuple):
 
     state: Tensor
     kept: Tensor
+    gathered: Tensor
     scalars: Tensor
     plan: Plan
     shift: float
@@ -49,15 +51,18 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     while result is None:
         state = call.attach_state()
         if plan.one_pass:
-            kept, scalars = _one_pass(call)
+            kept, scalars = _one_pass(call, state)
         else:
             kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
             for tile, slot in call.tiles(kept, collected=collected):
                 call.backend.accumulate_statistics(tile, slot)
+            if layout.gathers:
+                call.all_reduce_statistics(state)
         result = reduce_losses(call, state)
         if result is None:  # one shift for all logits was too much for one of the rows
+            gathered = call.gathered
             del call, layout, kept, state
-            call = Call(inputs, options, handshake, plan, shift=OWN_MAX)
+            call = Call(inputs, options, handshake, plan, OWN_MAX, gathered)
             layout = call.layout
     value, stats, *divisors = result
     if not plan.one_pass:
@@ -65,11 +70,11 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         if not spec.has_targets:
             state.fill_empty_rows()
     number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
-    saved = Saved(state.table, kept, scalars, plan, call.shift, number, joins_backward, handshake.infos)
+    saved = Saved(state.table, kept, call.gathered, scalars, plan, call.shift, number, joins_backward, handshake.infos)
     return value, stats, saved
 
 
-def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
+def _one_pass(call: Call, state: State) -> tuple[Tensor, Tensor]:
     """Gradients in the forward: those of a tile as soon as its rows are complete, while its logits are at hand. Returns
     those of the features, in one tensor, and those of scale and bias."""
     layout, spec, backend = call.layout, call.spec, call.backend
@@ -77,7 +82,7 @@ def _one_pass(call: Call) -> tuple[Tensor, Tensor]:
     gradients = torch.empty(sum(sizes), dtype=layout.dtype, device=layout.device)
     for block, part in zip(call.needing, torch.split(gradients, sizes), strict=True):
         block.new_grad(part)
-    call.attach_row_grads(layout.rows, call.largest_weight)
+    call.attach_row_grads(state, call.largest_weight)
     size = call.plan.slot_size
     memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
     for strip in layout.strips(call.plan.rows, call.plan.columns):
@@ -104,26 +109,27 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
     if saved.plan.one_pass:
         return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
     handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
-    call = Call(inputs, options, handshake, saved.plan, saved.shift)
+    call = Call(inputs, options, handshake, saved.plan, saved.shift, saved.gathered)
     layout, spec = call.layout, call.spec
-    call.attach_factors(call.attach_state(saved.state))
+    state = call.attach_state(saved.state)
+    call.attach_factors(state)
     denominator, largest_row_grad = saved.scalars.unbind() if len(saved.scalars) else (call.num_losses, 1.0)
     factor: Tensor | float = 1.0
-    of_rows = upstream.double() if options.reduction == "none" else None
+    of_rows = layout.all_rows(upstream.double()) if options.reduction == "none" else None
     if of_rows is not None:
         largest_row_grad = call.ranks.all_gather(largest(of_rows * call.weights)[None]).amax()
     else:
         factor = upstream.item() if layout.device.type == "cpu" else upstream
-    for side in (layout.rows, layout.columns)[: spec.directions]:
-        call.attach_row_grads(side, largest_row_grad, of_rows)
-    for block in call.needing:
-        block.new_grad(torch.empty(block.features.shape, dtype=layout.dtype, device=layout.device))
+    call.attach_row_grads(state, largest_row_grad, of_rows)
+    call.attach_grads()
     brought = ("state", "row_grad")[: 1 + call.has_row_grads] if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
     for tile, slot in call.tiles(saved.kept, brought, collected="grad"):
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)
+    if layout.gathers:
+        layout.send_grads_home()
     scalars = finish_gradients(call, factor, denominator, largest_row_grad)
     features = [block.grad for block in call.needing if block.grad is not None]
     return as_inputs(inputs, options, features, scalars)

@@ -31,8 +31,8 @@ class Layout:
     """The rows and columns of a call on all ranks.
 
     Attributes:
-        blocks: Those of this rank, in the order of the inputs.
-        rows, columns: Of them; of a symmetric loss, all are both.
+        own: The blocks of this rank, in the order of the inputs.
+        rows, columns: Of them; of a symmetric loss, all are both. After `gather`, columns are those of all ranks.
         reach: How many other ranks' columns come by. Of a symmetric loss half are enough.
         gathers: Columns are exchanged all at once, not from neighbour to neighbour.
     """
@@ -50,8 +50,8 @@ class Layout:
         self.spec, self.ranks, self.infos = spec, ranks, infos
         self.normalize, self.overlap, self.gathers = normalize, overlap, gathers
         self.shift = 0.0  # of the states of remote columns
-        self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric else (0,)
-        self.column_inputs = (0, 1) if spec.symmetric else (1, 2)
+        self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric and inputs.columns is not None else (0,)
+        self.column_inputs = self.row_inputs if spec.symmetric else (1, 2)
         self._offsets: dict[int, list[int]] = {}  # by input: where every rank's rows begin
         for side in (self.row_inputs, self.column_inputs):
             start = 0
@@ -59,8 +59,8 @@ class Layout:
                 *self._offsets[index], start = accumulate((info.rows[index] for info in infos), initial=start)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
-        self.blocks = self._own_blocks(inputs)
-        self.rows, self.columns = (self.blocks,) * 2 if spec.symmetric else (self.blocks[:1], self.blocks[1:])
+        self.own = self._own_blocks(inputs)
+        self.rows, self.columns = (self.own,) * 2 if spec.symmetric else (self.own[:1], self.own[1:])
 
     def _own_blocks(self, inputs: LossInputs) -> list[Block]:
         """In the order of the inputs. The positive of a row is that of the same number in the other input, if any."""
@@ -80,10 +80,117 @@ class Layout:
 
     # ---- who holds what
 
-    def remote_lengths(self) -> list[int]:
-        """Of the blocks of columns that come by."""
+    def column_lengths(self) -> tuple[list[int], list[int]]:
+        """Of the blocks of columns that are here from the beginning, and of those that come by."""
+        if self.gathers and not self.spec.symmetric:
+            return [sum(info.rows[index] for info in self.infos) for index in self.column_inputs], []
         owners = ((self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1))
-        return [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
+        remote = [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
+        return list(map(len, self.columns)), remote
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those that have statistics."""
+        return self.columns if self.spec.symmetric else [*self.rows, *self.columns]
+
+    def spans(self) -> list[tuple[Block, int, int]]:
+        """Every block, and its rows in the table of statistics: rows, then columns, of all ranks if gathered."""
+        blocks, starts = self.blocks, list(accumulate(map(len, self.blocks), initial=0))
+        if self.gathers and not self.spec.symmetric:
+            starts = [self.rows[0].offset, *(self.num_losses + block.offset for block in self.columns)]
+        return [(block, start, start + len(block)) for block, start in zip(blocks, starts, strict=False)]
+
+    @property
+    def table_length(self) -> int:
+        return self.num_losses + (0 if self.spec.symmetric else sum(map(len, self.columns)))
+
+    @property
+    def overlaps(self) -> bool:
+        """Strips of gathered columns are also strips of rows, so that none of them knows whether it is the first."""
+        return self.gathers and self.spec.symmetric
+
+    @property
+    def num_losses(self) -> int:
+        """Rows with a loss in the table of statistics."""
+        if not self.gathers:
+            return sum(map(len, self.rows))
+        return sum(info.rows[index] for info in self.infos for index in self.row_inputs)
+
+    def own_losses(self, losses: Tensor) -> Tensor:
+        """Those of this rank's rows."""
+        if not self.gathers:
+            return losses
+        spans = [(self._offsets[index][self.ranks.rank], len(self.own[index])) for index in self.row_inputs]
+        return torch.cat([losses[start : start + length] for start, length in spans])
+
+    def all_rows(self, numbers: Tensor) -> Tensor:
+        """Those of all ranks where they are gathered, from those of this rank's rows that have a loss."""
+        if not self.gathers:
+            return numbers
+        parts = torch.split(numbers, [len(self.own[index]) for index in self.row_inputs])
+        return torch.cat([self.gather_rows(part, index) for index, part in zip(self.row_inputs, parts, strict=True)])
+
+    def is_row_only(self, block: Block) -> bool:
+        """Its gradient is complete here, where the columns of all ranks were gathered."""
+        return not self.spec.symmetric and block is self.own[0]
+
+    # ---- all columns at once
+
+    def gather(self, memory: Tensor | None = None) -> Tensor:
+        """Take the columns of all ranks for this rank's: from the `memory` of an earlier gather, if there is one."""
+        packed = PackedColumns(self, ("features", "ids", "inverse_norm"))
+        if memory is None:
+            memory = self.ranks.all_gather_block(packed.pack()).flatten()
+        max_norms = [max(info.max_norms[index] for info in self.infos) for index in range(3)]
+        self.gathered: list[tuple[Block, int]] = []
+        for index, members in zip(self.column_inputs, packed.unpack_all(memory.view(self.ranks.size, -1)), strict=True):
+            if "features" in members:
+                block = Block(offset=self._offsets[index][0], max_norm=max_norms[index], **members)
+                if self.spec.symmetric and self.spec.has_targets:
+                    block.target_offset = self._offsets[1 - index][0]
+                self.gathered.append((block, index))
+        self.columns = [block for block, _ in self.gathered]
+        return memory
+
+    def gather_rows(self, vector: Tensor, index: int = 0) -> Tensor:
+        """The numbers of all ranks for their rows of an input."""
+        longest = max(info.rows[index] for info in self.infos)
+        padded = torch.nn.functional.pad(vector, (0, longest - len(vector)))
+        return self.compact(self.ranks.all_gather_block(padded).flatten(), index)
+
+    def compact(self, padded: Tensor, index: int) -> Tensor:
+        """Rows of all ranks without what fills them up to one length."""
+        places = self._places(index)
+        return padded if places is None else padded[places]
+
+    def _places(self, index: int) -> Tensor | None:
+        """Of every rank's rows among rows that were filled up; None where all ranks have as many."""
+        lengths = [info.rows[index] for info in self.infos]
+        if len(set(lengths)) == 1:
+            return None
+        gaps = torch.tensor(
+            [rank * max(lengths) - start for rank, start in enumerate(accumulate(lengths[:-1], initial=0))]
+        )
+        gaps = gaps.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
+        return (gaps + torch.arange(len(gaps))).to(self.device)
+
+    def send_grads_home(self) -> None:
+        """Add up, in rank order, what all ranks have of the gradients of columns, each at its owner."""
+        ranks, sent, indices = self.ranks, [], []
+        for block, index in self.gathered:
+            if block.grad is not None:
+                longest, places = max(info.rows[index] for info in self.infos), self._places(index)
+                grad = block.grad
+                if places is not None:
+                    grad = grad.new_zeros(ranks.size * longest, self.width).index_copy_(0, places, grad)
+                sent.append(grad.view(ranks.size, -1))
+                indices.append((index, longest))
+        if sent:
+            sums = ranks.all_to_all(torch.cat(sent, 1)).sum(0)
+            for (index, longest), part in zip(indices, torch.split(sums, [x.shape[1] for x in sent]), strict=True):
+                if index < len(self.own) and self.infos[ranks.rank].needs[index]:
+                    own = self.own[index]
+                    own.grad = part.view(longest, self.width)[: len(own)]
 
     # ---- the loop over tiles
 
@@ -97,23 +204,44 @@ class Layout:
             brought: Names of members of a Block that travel with columns, beside the features.
             collected: Name of the member that other ranks add up for columns: "state", "grad", or "" for none.
         """
+        if self.gathers and self.spec.symmetric:
+            rank = self.ranks.rank
+            self.rows = [self._part(block, index, rank, rank + 1) for index, block in enumerate(self.columns)]
         rows, columns = self._own_strips(height, width)
         own = self._own_tiles(rows, columns)
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or self.gathers:
             yield from own
+            if self.spec.symmetric and self.gathers:
+                yield from self._gathered_tiles(rows, width)
             return
         packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
         sums = PackedColumns(self, (collected,) if collected else ())
         parts = iter((islice(own, -(-len(rows) // 2)), own))
-        for step in ring_pass(
-            self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap, gather=self.gathers
-        ):
+        for step in ring_pass(self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap):
             if step is None:
                 yield from next(parts)
             else:
                 owner, block, added = step
                 remote = self._remote_blocks(owner, packed.unpack(owner, block), sums.unpack(owner, added))
                 yield from cross(*self._shared_strips(owner, rows, remote, width))
+
+    def _part(self, block: Block, index: int, first: int, last: int) -> Block:
+        """The rows of some ranks in a gathered block."""
+        starts = [*self._offsets[index], block.offset + len(block)]
+        return block.slice(starts[first] - block.offset, starts[last] - block.offset)
+
+    def _gathered_tiles(self, rows: list[Block], width: int) -> Iterator[list[Tile]]:
+        """Of a symmetric loss: those that this rank shares with the ranks before it, up to half of them."""
+        rank, size = self.ranks.rank, self.ranks.size
+        first = rank - (size - 1) // 2
+        for start, stop in ((max(first, 0), rank), (first % size, size if first < 0 else 0)):
+            if start < stop:
+                parts = [self._part(block, index, start, stop) for index, block in enumerate(self.columns)]
+                yield from cross(rows, [strip for part in parts for strip in part.strips(width)])
+        if size % 2 == 0:
+            owner = (rank - size // 2) % size
+            parts = [self._part(block, index, owner, owner + 1) for index, block in enumerate(self.columns)]
+            yield from cross(*self._shared_strips(owner, rows, parts, width))
 
     def _own_tiles(self, rows: list[Block], columns: list[Block]) -> Iterator[list[Tile]]:
         yield from cross(rows, columns, self.spec.symmetric)
@@ -211,6 +339,22 @@ class PackedColumns:
             {name: State(self.state_names, x) if name == "state" else x for name, x in members.items() if x.numel()}
             for members in blocks
         ]
+
+    def unpack_all(self, memory: Tensor) -> list[Members]:
+        """Those of all ranks, by input, one after the other."""
+        starts, blocks = iter(self.starts), []
+        for index in self.layout.column_inputs:
+            members: Members = {}
+            for place, name in enumerate(self.names):
+                start = next(starts)
+                kinds = [self._kinds(info, index)[place] for info in self.layout.infos]
+                dtype, shape = max(kinds, key=lambda kind: kind[1][0])
+                if prod(shape):
+                    size = prod(shape) * dtype.itemsize
+                    parts = memory[:, start : start + size].contiguous().view(dtype)
+                    members[name] = self.layout.compact(parts.view(-1, *shape[1:]), index)
+            blocks.append(members)
+        return blocks
 
     def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
         """To what is in other memory or, for None, to the columns of this rank."""

@@ -22,7 +22,7 @@ from .results import NUM_STATS, Gradients
 with torch.inference_mode(False):  # whatever mode the import happens in
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
-_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), 3  # tensors
+_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), 4  # tensors
 
 
 def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
@@ -97,10 +97,10 @@ class _Refuse(torch.autograd.Function):
 
 _INPUTS = ", ".join(f"Tensor? {name}" for name in (*LossInputs._fields, "anchor")) + ", str options"
 _SAVED = ", ".join(f"Tensor {name}" for name in (*Saved._fields[:_NUM_SAVED], "facts"))
-_SIX_TENSORS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_TENSORS = {number: f"({', '.join(['Tensor'] * number)})" for number in (6, 7)}
 
 
-@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_SIX_TENSORS}")
+@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_TENSORS[7]}")
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     """value, stats and Saved: its tensors, and the rest as bytes on the CPU."""
     *tensors, _, code = arguments
@@ -108,7 +108,7 @@ def contrast(*arguments: Any) -> tuple[Tensor, ...]:
         value, stats, saved = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
     stats = value.new_zeros(NUM_STATS, dtype=torch.float64) if stats is None else stats
     facts = torch.frombuffer(bytearray(pickle.dumps(saved[_NUM_SAVED:])), dtype=torch.uint8)
-    return value, stats, saved.state, saved.kept, saved.scalars, facts
+    return value, stats, saved.state, saved.kept, saved.gathered, saved.scalars, facts
 
 
 @contrast.register_fake
@@ -123,8 +123,9 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=dtype),
         rows.new_empty(NUM_STATS, dtype=double),
-        rows.new_empty((num_fields, sum(lengths)), dtype=double),
+        rows.new_empty((num_fields, dynamic() if options.group else sum(lengths)), dtype=double),
         rows.new_empty(dynamic(), dtype=dtype),
+        rows.new_empty(dynamic(), dtype=torch.uint8),
         rows.new_empty(dynamic(), dtype=double),
         rows.new_empty(dynamic(), dtype=torch.uint8, device="cpu"),
     )
@@ -133,7 +134,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "megabatch::contrast_backward",
     mutates_args=(),
-    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> {_SIX_TENSORS}",
+    schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> {_TENSORS[6]}",
 )
 def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""

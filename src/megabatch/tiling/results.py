@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
 def reduce_losses(call: Call, state: State) -> Reduced | None:
     """From the statistics of this rank's rows. None where a sum of exponentials has underflowed."""
     spec, options, layout = call.spec, call.options, call.layout
-    num_rows = sum(map(len, layout.rows))
+    num_rows = layout.num_losses
     rows = state if spec.two_sided else state.slice(0, num_rows)
     losses = rows.losses(spec)
     weighted = call.inputs.weight is not None
@@ -60,7 +60,7 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
         columns = state if spec.symmetric else state.slice(num_rows, None)
         sums |= _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
     largest_weight = call.largest_weight
-    if options.group:
+    if options.group and not layout.gathers:
         sums, largest_weight = _over_ranks(call, sums)
     if call.shift > 0 and sums["underflows"].item():
         return None
@@ -70,7 +70,7 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
         denominator = torch.where(sums["weight"] == 0, 1.0, sums["weight"])
     mean, stats = sums["loss"] / (denominator * directions), None
-    value = {"mean": mean, "sum": sums["loss"], "none": losses}[options.reduction]
+    value = {"mean": mean, "sum": sums["loss"], "none": layout.own_losses(losses)}[options.reduction]
     if options.reduction == "sum" and directions > 1:
         value = value / directions
     value = value.to(layout.dtype)
