@@ -243,7 +243,8 @@ def test_no_gpu_is_waited_for(call: str, dtype: torch.dtype, normalize: bool, mo
     """Fake tensors have no values: whatever reads one raises. Overflows are asked for once, after all tiles."""
     asked: list[Tensor] = []
     nothing = SimpleNamespace(item=lambda: 0)
-    monkeypatch.setattr(Tensor, "copy_", lambda self, other: torch.ops.aten.copy_(self, other))
+    copy = torch.ops.aten.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda self, other: copy(self, other))  # noqa: PLW0108 (a method)
     monkeypatch.setattr(Ranks, "all_sum", lambda self, overflows: asked.append(overflows) or nothing)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), FakeReads() as reads:
