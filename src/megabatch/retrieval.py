@@ -264,7 +264,9 @@ class _Search:
                 overflows += pairs[-1, 0] >= 0
                 row, column = pairs.clamp_min(0).unbind(1)
             again = self.pair_scores(tile.rows, row, tile.columns, column) > exact[rows][row]
-            above[rows].index_add_(0, row, (again & (pairs[:, 0] >= 0)).long())
+            if overflows is not None:
+                again &= pairs[:, 0] >= 0
+            above[rows].index_add_(0, row, again.long())
         return above
 
     def _error_bound(self, dtype: torch.dtype) -> float:
