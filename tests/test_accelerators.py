@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import megabatch
 from megabatch import functional
+from megabatch.backends.backend import supports_half_products
 from megabatch.tiling import engine, guards
 from megabatch.tiling.options import LossInputs, LossOptions
 
@@ -84,10 +85,12 @@ class NoDevice(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(guards, "copy_to_host", lambda bounds: (bounds, None))
     # Where an operator is decomposed, `out=` would be copied to by a device that is not there.
     monkeypatch.setattr(wrappers, "_safe_copy_out", lambda copy_from, copy_to, exact_dtype=False: copy_to)
+    yield
+    supports_half_products.cache_clear()  # of what it learnt of a GPU that is not there
 
 
 def captured(loss: str, **keywords: Any) -> tuple[LossInputs, LossOptions]:

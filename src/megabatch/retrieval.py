@@ -21,8 +21,10 @@ from .tiling.handshake import RankInfo, feature_facts
 from .tiling.layout import Layout
 from .tiling.options import LossInputs, compute_dtype
 
-SIDE, SMALLEST_SIDE = 2048, 64
+SIDE, ACCELERATOR_SIDE, SMALLEST_SIDE = 2048, 8192, 64
+CAN_LOOK = ("cpu",)  # where the host sees what matters of a tile, and goes on with that; it would wait for others
 PAIRS_AT_ONCE = 2**21  # elements of features, where single pairs are scored again
+FEWEST_LISTED, SHARE_LISTED = 4096, 2048  # pairs of a tile, and of how many one, that can be scored again unseen
 Exclude = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -56,12 +58,13 @@ def retrieval_ranks(
         checks.positives(name, positives, query, key, "rank each column of positives by itself")
         row = torch.arange(len(query), device=query.device)
         positives = row if positives is None else positives.long()
-        check_indices(name, "positives", positives, len(key))
+        search.check_rows("positives", positives)
     search.connect(LossInputs(query, key))
     score = search.pair_scores(search.layout.rows[0], row, search.layout.own[1], positives)
-    above = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    for tile, rows, scores in search.tiles():
-        search.count_above(tile, scores, search.query_norm[rows], score[rows], above[rows])
+    overflows = None if search.may_look else row.new_zeros(1)
+    above = search.count_above(score, overflows)
+    if overflows is not None and search.ranks.all_gather(overflows).any().item():  # all ranks go again, or none
+        above = search.count_above(score)
     return torch.where(score.isnan(), search.num_keys, above)
 
 
@@ -92,18 +95,19 @@ def similarity_topk(
         search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")
-        inputs = _check_exclude(name, exclude, query, key)
+        inputs = _check_exclude(search, exclude)
     search.connect(inputs, k)
     values = torch.full((len(query), k), -torch.inf, dtype=search.dtype, device=query.device)
     indices = torch.full((len(query), k), -1, dtype=torch.int64, device=query.device)
     for tile, rows, scores in search.tiles():
         _exclude(tile, scores)
-        _keep_best(values[rows], indices[rows], scores, tile.columns.offset)
+        _keep_best(values[rows], indices[rows], scores, tile.columns.offset, search.may_look)
     return values, indices
 
 
-def _check_exclude(name: str, exclude: Exclude, query: Tensor, key: Tensor) -> LossInputs:
+def _check_exclude(search: "_Search", exclude: Exclude) -> LossInputs:
     """What a loss would mask: positives, or pairs of equal ids."""
+    name, query, key = search.name, search.query, search.key
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
@@ -112,7 +116,7 @@ def _check_exclude(name: str, exclude: Exclude, query: Tensor, key: Tensor) -> L
         return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
     checks.vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
-        check_indices(name, "exclude", exclude, len(key))
+        search.check_rows("exclude", exclude)
     return LossInputs(query, key, positives=exclude)
 
 
@@ -125,11 +129,11 @@ def _exclude(tile: Tile, scores: Tensor) -> None:
         tile.targets.put(scores, torch.full_like(scores[:, 0], -torch.inf))
 
 
-def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int) -> None:
+def _keep_best(values: Tensor, indices: Tensor, scores: Tensor, offset: int, may_look: bool) -> None:
     """Merge a tile into the best so far. An index of -1 is an empty slot, which any key that may be returned fills."""
     k, lowest = values.shape[1], torch.finfo(scores.dtype).min
     # Few rows of a late tile still hold one of their query's best. NaN counts as best, as in torch.topk.
-    rows = (~(scores.amax(1) <= values[:, -1]) | (indices[:, -1] < 0)).nonzero()[:, 0]
+    rows = (~(scores.amax(1) <= values[:, -1]) | (indices[:, -1] < 0)).nonzero()[:, 0] if may_look else slice(None)
     found, columns = scores[rows].topk(min(k, scores.shape[1]))
     columns = torch.where(found == -torch.inf, -1, columns + offset)
     found = torch.where(found == lowest, -torch.inf, found)
@@ -150,13 +154,23 @@ class _Search:
         self.ranks.check_device()
         chosen = select(name, options["backend"], query.device, query.dtype)
         self.budget = self.options["memory_budget"] or chosen.default_budget
+        self.may_look = key.device.type in CAN_LOOK
+        self.may_wait = self.may_look or self.ranks.size > 1  # before the first tile: ranks wait for each other
         norms = row_norms(query), row_norms(key)
         self.query_norm, key_norm = (torch.ones_like(x) for x in norms) if self.normalize else norms
         # A key of infinite length scores inf or NaN, which no rounding changes.
-        self.max_key_norm = torch.where(key_norm.isfinite(), key_norm, 0.0).amax().item() if len(key) else 0.0
+        self.max_key_norm: Tensor | float = torch.where(key_norm.isfinite(), key_norm, 0.0).amax() if len(key) else 0.0
         half = query.dtype == key.dtype and chosen.multiplies_half(query.device, self.normalize)
         operand = query.dtype if half else self.dtype
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, operand, query.device)
+
+    def check_rows(self, argument: str, indices: Tensor) -> None:
+        """That they are rows of this rank's keys. A GPU that works alone stops when it finds others."""
+        if self.may_wait or self.key.device.type not in ("cpu", "cuda"):
+            check_indices(self.name, argument, indices, len(self.key))
+        else:
+            message = f"{self.name}: {argument} must be rows of key, 0 to {len(self.key) - 1}."
+            torch._assert_async(((indices >= 0) & (indices < len(self.key))).all(), message)
 
     def connect(self, inputs: LossInputs, k: int | None = None) -> None:
         """Learn how many keys every rank has, and lay out the tiles."""
@@ -167,12 +181,13 @@ class _Search:
             rows=(0, len(self.key), 0),  # queries stay at home: theirs are counted from 0
             dtypes=(self.key.dtype,) * 3,
             ids=(inputs.row_ids is not None, has_ids, False),
-            max_norms=(0.0, self.max_key_norm, 0.0),
+            max_norms=(0.0, float(self.max_key_norm) if self.may_wait else 0.0, 0.0),
             budget=self.budget,
         )
         everyones = self.ranks.handshake(same, mine.encode(), call_site=self.call_site)
         infos = [RankInfo.decode(own) for own in everyones]
         self.num_keys = sum(info.rows[1] for info in infos)
+        self.max_key_norm = max(info.max_norms[1] for info in infos) if self.may_wait else self.max_key_norm
         if self.num_keys == 0:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
         if k is not None and not 1 <= k <= self.num_keys:
@@ -200,11 +215,12 @@ class _Search:
 
     def _sides(self, most_keys: int) -> tuple[int, int]:
         """Height and width of a tile that fits the budget."""
-        height, width = self.tile or (SIDE, SIDE)
+        height, width = self.tile or (SIDE if self.may_look else ACCELERATOR_SIDE,) * 2
         height, width = min(height, max(len(self.query), 1)), min(width, max(most_keys, 1))
 
         def needed() -> int:
-            return self.dtype.itemsize * (2 * height * width + 2 * (height + width) * self.query.shape[1])
+            tile = height * width * (2 * self.dtype.itemsize + (not self.may_look))
+            return tile + self.dtype.itemsize * 2 * (height + width) * self.query.shape[1]
 
         while self.tile is None and needed() > self.budget and max(height, width) > SMALLEST_SIDE:
             height, width = -(-height // 2), -(-width // 2)
@@ -223,25 +239,37 @@ class _Search:
                 rows = slice(tile.rows.offset, tile.rows.offset + len(tile.rows))
                 yield tile, rows, self.backend.scores(tile)
 
-    def count_above(self, tile: Tile, scores: Tensor, query_norm: Tensor, positive: Tensor, above: Tensor) -> None:
-        """Add the keys of a tile that score above the positive by more than rounding. `positive` is float64."""
-        norms = query_norm.double() * tile.columns.max_norm
-        exact = 2 * self._error_bound(torch.float64) * norms
-        bound = exact if self.dtype == torch.float64 else self._error_bound(self.dtype) * norms
-        below, beyond = ((positive + sign * bound).to(scores.dtype)[:, None] for sign in (-1, 1))
-        # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
-        flags = workspace.shaped(workspace.buffer("scratch", scores.numel(), self.dtype, scores.device), tile.shape)
-        ones = self.ones[: scores.shape[1]]
-        num_beyond = torch.mv(torch.gt(scores, beyond, out=flags), ones).long()
-        above += num_beyond
-        if self.dtype == torch.float64:
-            return
-        num_near = torch.mv(torch.ge(scores, below, out=flags), ones).long() - num_beyond
-        rows = num_near.nonzero()[:, 0]
-        near = (scores[rows] >= below[rows]) & (scores[rows] <= beyond[rows])
-        row, column = near.nonzero().unbind(1)
-        again = self.pair_scores(tile.rows, rows[row], tile.columns, column) > (positive + exact)[rows[row]]
-        above.index_add_(0, rows[row], again.long())
+    def count_above(self, positive: Tensor, overflows: Tensor | None = None) -> Tensor:
+        """How many keys score above the positives by more than rounding. `positive` is float64. The host looks at no
+        tile if it gives `overflows`, which counts the tiles where too many pairs should have been scored again."""
+        norms = self.query_norm.double() * self.max_key_norm
+        exact = positive + 2 * self._error_bound(torch.float64) * norms
+        bound = self._error_bound(self.dtype) * norms
+        below, beyond = (x.to(self.dtype)[:, None] for x in (positive - bound, torch.maximum(positive + bound, exact)))
+        above = torch.zeros(len(positive), dtype=torch.int64, device=positive.device)
+        for tile, rows, scores in self.tiles():
+            # A product counts faster than a sum of booleans; whole numbers of this size are exact in floating point.
+            flags = workspace.shaped(workspace.buffer("scratch", scores.numel(), self.dtype, scores.device), tile.shape)
+            ones = self.ones[: scores.shape[1]]
+            num_beyond = torch.mv(torch.gt(scores, beyond[rows], out=flags), ones).long()
+            above[rows].add_(num_beyond)
+            if self.dtype == torch.float64:
+                continue
+            torch.ge(scores, below[rows], out=flags)
+            if overflows is None:
+                some = (torch.mv(flags, ones).long() - num_beyond).nonzero()[:, 0]
+                pairs = (flags[some].bool() & (scores[some] <= beyond[rows][some])).nonzero()
+                row, column = some[pairs[:, 0]], pairs[:, 1]
+            else:
+                size = max(FEWEST_LISTED, scores.numel() // SHARE_LISTED) + 1
+                pairs = torch.nonzero_static(flags.mul_(scores <= beyond[rows]), size=size)  # -1 where there is none
+                overflows += pairs[-1, 0] >= 0
+                row, column = pairs.clamp_min(0).unbind(1)
+            again = self.pair_scores(tile.rows, row, tile.columns, column) > exact[rows][row]
+            if overflows is not None:
+                again &= pairs[:, 0] >= 0
+            above[rows].index_add_(0, row, again.long())
+        return above
 
     def _error_bound(self, dtype: torch.dtype) -> float:
         """Of a dot product of width D by whatever order of additions, relative to the lengths of its factors."""

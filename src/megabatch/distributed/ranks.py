@@ -132,6 +132,7 @@ class Ranks:
 
     def all_gather_block(self, mine: Tensor) -> Tensor:
         """Tensors of one size of all ranks, by rank, from where the features are."""
+        self.where = f"the gather for the {self.phase} pass"
         gathered = mine.new_empty(self.size * mine.numel())
         with self._named_errors("for the other ranks"):
             _all_gather_single(gathered, mine.flatten(), group=self.group)
@@ -139,12 +140,14 @@ class Ranks:
 
     def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         """In place."""
+        self.where = f"the sum of the statistics of the {self.phase} pass"
         with self._named_errors("for the other ranks"):
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
     def all_to_all(self, sent: Tensor) -> Tensor:
         """Row i of every rank arrives at rank i, by rank."""
+        self.where = f"the sum of the gradients of the {self.phase} pass"
         received = torch.empty_like(sent)
         with self._named_errors("for the other ranks"):
             dist.all_to_all_single(received, sent.contiguous(), group=self.group)

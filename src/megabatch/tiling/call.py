@@ -94,7 +94,7 @@ class Call:
     def _gathers(self) -> bool:
         """Whether columns are exchanged all at once."""
         if self.options.exchange != "auto" or self.ranks.size == 1:
-            return self.options.exchange == "gather"
+            return self.options.exchange == "gather" and self.ranks.size > 1
         infos, layout = self.handshake.infos, self.layout
         num_columns = sum(info.rows[index] for info in infos for index in layout.column_inputs)
         features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)

@@ -48,7 +48,7 @@ class Layout:
         gathers: bool = False,
     ) -> None:
         self.spec, self.ranks, self.infos = spec, ranks, infos
-        self.normalize, self.overlap, self.gathers = normalize, overlap, gathers
+        self.normalize, self.overlap, self.gathers = normalize, overlap, gathers and ranks.size > 1
         self.shift = 0.0  # of the states of remote columns
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric and inputs.columns is not None else (0,)
         self.column_inputs = self.row_inputs if spec.symmetric else (1, 2)
@@ -186,11 +186,11 @@ class Layout:
                 sent.append(grad.view(ranks.size, -1))
                 indices.append((index, longest))
         if sent:
-            sums = ranks.all_to_all(torch.cat(sent, 1)).sum(0)
-            for (index, longest), part in zip(indices, torch.split(sums, [x.shape[1] for x in sent]), strict=True):
+            received = torch.split(ranks.all_to_all(torch.cat(sent, 1)), [x.shape[1] for x in sent], 1)
+            for (index, longest), part in zip(indices, received, strict=True):
                 if index < len(self.own) and self.infos[ranks.rank].needs[index]:
                     own = self.own[index]
-                    own.grad = part.view(longest, self.width)[: len(own)]
+                    own.grad = part.sum(0).view(longest, self.width)[: len(own)]
 
     # ---- the loop over tiles
 

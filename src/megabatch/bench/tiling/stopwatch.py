@@ -46,7 +46,10 @@ SEAMS = (
     Seam("merges", PackedColumns, "add"),  # of what two ranks have added up
     Seam("communication", PackedColumns, "pack"),
     Seam("communication", Ranks, "handshake"),
-    Seam("communication", Ranks, "all_sum"),
+    Seam("communication", Ranks, "all_gather"),
+    Seam("communication", Ranks, "all_gather_block"),
+    Seam("communication", Ranks, "all_reduce"),
+    Seam("communication", Ranks, "all_to_all"),
     Seam("communication", Ranks, "transfer"),
     Seam("communication", Ranks, "wait"),
 )
