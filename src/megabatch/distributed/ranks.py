@@ -159,9 +159,10 @@ class Ranks:
         kinds = self._device_types()
         places = (torch.device("cpu"), self.device, self.group.bound_device_id, torch.device(kinds[0]))
         there = mine.contiguous().to(next(place for place in places if place is not None and place.type in kinds))
-        gathered = there.new_empty(self.size, len(mine))
+        gathered = there.new_empty(self.size * len(mine))
         with self._named_errors("for the other ranks"):
-            dist.all_gather(list(gathered), there, group=self.group)
+            _all_gather_single(gathered, there, group=self.group)
+        gathered = gathered.view(self.size, -1)
         return gathered.to(mine.device)
 
     def _device_types(self) -> list[str]:

@@ -74,7 +74,9 @@ class Call:
         """A side from whose gradients the scale's follows, because they are exact and, on all ranks, whole; or none."""
         layout, infos = self.layout, self.handshake.infos
         if operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee":
-            for side, which in ((layout.rows, layout.row_inputs), (layout.columns, layout.column_inputs)):
+            sides = ((layout.rows, layout.row_inputs), (layout.columns, layout.column_inputs))
+            # Gathered rows have their whole gradient at once, columns only when they are back at home.
+            for side, which in sides[:1] if layout.gathers else sides:
                 if all(info.needs[index] or not info.rows[index] for info in infos for index in which):
                     return side
         return []

@@ -128,8 +128,6 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)
-    if layout.gathers:
-        layout.send_grads_home()
     scalars = finish_gradients(call, factor, denominator, largest_row_grad)
     features = [block.grad for block in call.needing if block.grad is not None]
     return as_inputs(inputs, options, features, scalars)

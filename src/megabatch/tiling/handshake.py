@@ -108,7 +108,12 @@ class Handshake:
 
     @classmethod
     def of_backward(
-        cls, inputs: LossInputs, options: LossOptions, infos: list[RankInfo], upstream: Tensor, forward_number: int
+        cls,
+        inputs: LossInputs,
+        options: LossOptions,
+        infos: list[RankInfo],
+        upstream: Tensor,
+        forward_number: int,
     ) -> "Handshake":
         """`infos` are those of the forward, whose handshake had that number in its group."""
         device = inputs.rows.device

@@ -84,9 +84,9 @@ class Layout:
         """Of the blocks of columns that are here from the beginning, and of those that come by."""
         if self.gathers and not self.spec.symmetric:
             return [sum(info.rows[index] for info in self.infos) for index in self.column_inputs], []
-        owners = ((self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1))
-        remote = [self.infos[owner].rows[index] for owner in owners for index in self.column_inputs]
-        return list(map(len, self.columns)), remote
+        owners = [self.infos[(self.ranks.rank - step) % self.ranks.size] for step in range(1, self.reach + 1)]
+        remote = [owner.rows[index] for owner in owners for index in self.column_inputs]
+        return list(map(len, self.columns)), [sum(remote)] if self.gathers else remote
 
     @property
     def blocks(self) -> list[Block]:
@@ -174,23 +174,22 @@ class Layout:
         gaps = gaps.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
         return (gaps + torch.arange(len(gaps))).to(self.device)
 
-    def send_grads_home(self) -> None:
-        """Add up, in rank order, what all ranks have of the gradients of columns, each at its owner."""
-        ranks, sent, indices = self.ranks, [], []
-        for block, index in self.gathered:
-            if block.grad is not None:
-                longest, places = max(info.rows[index] for info in self.infos), self._places(index)
-                grad = block.grad
-                if places is not None:
-                    grad = grad.new_zeros(ranks.size * longest, self.width).index_copy_(0, places, grad)
-                sent.append(grad.view(ranks.size, -1))
-                indices.append((index, longest))
-        if sent:
-            received = torch.split(ranks.all_to_all(torch.cat(sent, 1)), [x.shape[1] for x in sent], 1)
-            for (index, longest), part in zip(indices, received, strict=True):
-                if index < len(self.own) and self.infos[ranks.rank].needs[index]:
-                    own = self.own[index]
-                    own.grad = part.sum(0).view(longest, self.width)[: len(own)]
+    def send_grads_home(self, numbers: Tensor) -> Tensor:
+        """Add up, in rank order, what all ranks have of the gradients of columns, each at its owner. The `numbers` of
+        every rank travel with them to all, and are returned by rank."""
+        ranks, needing = self.ranks, [(block.grad, index) for block, index in self.gathered if block.grad is not None]
+        longest = [max(info.rows[index] for info in self.infos) for _, index in needing]
+        sent = [numbers.view(self.dtype).expand(ranks.size, -1)]
+        for (grad, index), length in zip(needing, longest, strict=True):
+            if (places := self._places(index)) is not None:
+                grad = grad.new_zeros(ranks.size * length, self.width).index_copy_(0, places, grad)
+            sent.append(grad.view(ranks.size, -1))
+        received = ranks.all_to_all(torch.cat(sent, 1))
+        everyones, *parts = torch.split(received, [x.shape[1] for x in sent], 1)
+        for (_, index), length, part in zip(needing, longest, parts, strict=True):
+            if index < len(self.own) and self.infos[ranks.rank].needs[index]:
+                self.own[index].grad = part.sum(0).view(length, self.width)[: len(self.own[index])]
+        return everyones.contiguous().view(torch.float64)
 
     # ---- the loop over tiles
 

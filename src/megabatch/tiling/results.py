@@ -116,16 +116,55 @@ def finish_gradients(
     call: Call, upstream: Tensor | float, denominator: Tensor | float, largest: Tensor | float
 ) -> Tensor:
     """From A to the gradients of features, in place; those of scale and bias are returned."""
-    options, ranks, needs = call.options, call.ranks, call.handshake.needs
+    options, ranks, needs, layout = call.options, call.ranks, call.handshake.needs, call.layout
     by = largest / call.spec.directions  # numbers that the host knows first
     factor = upstream * (by / denominator if options.reduction == "mean" else by)
     # A rank's features have their own part of the gradient, the scale's is whole on all: n times the former, where the
     # trainer averages over n ranks; the n-th part of the latter, where it adds or the losses are per row.
     averaged = options.reduction != "none" and options.grad_reduction == "mean"
     coefficient = factor * call.scale if ranks.size == 1 or not averaged else factor * call.scale * ranks.size
-    # sum(dlogits * x.y) = sum(x.A) over either side. A symmetric loss has it twice.
-    parts: list[Tensor] = []
-    for block in call.needing:
+    blocks, at_home = call.needing, []
+    if layout.gathers:  # the gradients of columns, and of all rows of a symmetric loss, are still to be added up
+        blocks, at_home = [x for x in blocks if layout.is_row_only(x)], [x for x in blocks if not layout.is_row_only(x)]
+    scale_sum = _finish_blocks(call, blocks, coefficient)
+    if not call.side_for_scale:
+        sums = call.backend.scalar_sums[: 1 + needs.bias] * factor
+    elif needs.bias:
+        sums = torch.cat([scale_sum, call.backend.scalar_sums[1:]]) * factor
+    else:
+        sums = scale_sum * factor
+    if not options.group:
+        return sums
+    # What only the devices know, to be compared there.
+    unseen = [x.double() for x in (upstream, call.scale, call.handshake.bias) if isinstance(x, Tensor)]
+    numbers = torch.cat([torch.stack(unseen), sums]) if unseen else sums
+    if layout.gathers:
+        everyones = layout.send_grads_home(numbers)
+        scale_sum = _finish_blocks(call, at_home, coefficient)
+    elif unseen or needs.scale or needs.bias:
+        everyones = ranks.all_gather(numbers)
+    else:
+        return sums
+    if unseen:
+        _check_equal(call, everyones[:, : len(unseen)])
+        everyones = everyones[:, len(unseen) :]
+    if layout.overlaps and call.side_for_scale:
+        everyones = ranks.all_gather(scale_sum * factor)
+    return everyones.sum(0) / (1 if averaged else ranks.size)
+
+
+def _check_equal(call: Call, everyones: Tensor) -> None:
+    """Of every rank, by column: the upstream gradient, the scale and the bias."""
+    rule = "logit_scale, logit_bias and what the loss is multiplied by must be the same on every rank of the group"
+    close = (everyones - everyones[0]).abs() <= 1e-5 * everyones[0].abs()
+    assert_there((close | everyones.isnan()).all(), f"{call.options.function}: {rule}")
+
+
+def _finish_blocks(call: Call, blocks: list[Block], coefficient: Tensor | float) -> Tensor:
+    """From A to gradients, in place. Returns sum(dlogits * x.y), which is sum(x.A) over either side; a symmetric loss
+    has it twice."""
+    parts = [call.layout.own[0].features.new_zeros((), dtype=torch.float64)] if call.layout.gathers else []
+    for block in blocks:
         is_summed = any(block is other for other in call.side_for_scale)
         for strip in block.strips(strip_height(block.features)):
             assert strip.grad is not None
@@ -134,15 +173,10 @@ def finish_gradients(
             if is_summed:
                 parts.append(along.sum(dtype=torch.float64))
             strip.grad.mul_(coefficient)
-    if call.side_for_scale and parts:
-        sums = sum(parts[1:], parts[0]).view(1) * (factor * 0.5 if call.spec.symmetric else factor)
-        if needs.bias:
-            sums = torch.cat([sums, call.backend.scalar_sums[1:] * factor])
-    else:
-        sums = call.backend.scalar_sums[: 1 + needs.bias] * factor
-    if not options.group or not (needs.scale or needs.bias):
-        return sums
-    return ranks.all_gather(sums).sum(0) / (1 if averaged else ranks.size)
+    if not parts:
+        return call.layout.own[0].features.new_zeros(1, dtype=torch.float64)
+    total = sum(parts[1:], parts[0]).view(1)
+    return total * 0.5 if call.spec.symmetric else total
 
 
 def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
