@@ -4,6 +4,7 @@ A graph is captured with some numbers and replayed with others. The loss and all
 with the latter.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,12 +80,13 @@ def _compiled(call: Call, device: torch.device, compiler: Compiler) -> Finding:
     first = call.inputs(device)
     others = call.other(first)
     expected = _results(call.forward, others)
-    forward = compiler(call.forward)
-    skipped = _skips()
-    for inputs in (*[first] * WARM_UPS, others):  # records after the first few
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        got = [x.clone() for x in _results(forward, inputs)]
-    skips = _skips() - skipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own use of what torch deprecates
+        skipped, forward = _skips(), compiler(call.forward)
+        for inputs in (*[first] * WARM_UPS, others):  # records after the first few
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            got = [x.clone() for x in _results(forward, inputs)]
+        skips = _skips() - skipped
     return _judged(call, COMPILED, got, expected, f"the compiler captured no graph, {skips} skips" if skips else "")
 
 
