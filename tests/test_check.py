@@ -697,8 +697,14 @@ def test_a_call_that_raises_is_no_host_read_and_stops_no_other(monkeypatch: pyte
 
 def test_the_mode_of_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
+
+    def set_mode(mode: Any) -> None:
+        if not modes:
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+        modes.append(mode)
+
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     with pytest.raises(ZeroDivisionError), host_reads.watched("error"):
         raise ZeroDivisionError
     assert modes == ["error", 1]
@@ -722,6 +728,26 @@ def test_what_runs_on_the_device_is_a_launch() -> None:
     ]
     found = launches.launched([*events, *others])
     assert found == {"tile_kernel": 2, "Memset (Device)": 1, "Memcpy DtoD": 1}
+
+
+def test_the_profiler_is_asked_for_what_the_device_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own profiler, which here sees the CPU alone."""
+    asked: list[Any] = []
+    profile = torch.profiler.profile
+
+    def on_the_cpu(activities: list[Any]) -> Any:
+        asked.extend(activities)
+        warnings.warn("of the profiler", stacklevel=2)
+        return profile(activities=activities[:1])
+
+    monkeypatch.setattr(torch.profiler, "profile", on_the_cpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x = torch.ones(3)
+    result, events = launches.profiled(lambda: x + x)
+    assert torch.equal(result, 2 * x)
+    assert torch.profiler.ProfilerActivity.CUDA in asked
+    assert "aten::add" in {seen.name for seen in events}
+    assert not launches.launched(events)  # none of it on a device
 
 
 class Operations(TorchDispatchMode):

@@ -284,6 +284,7 @@ def test_auto_takes_triton_where_it_can(dtype: torch.dtype, monkeypatch: pytest.
     assert (spy.tiles > 0) == (dtype != torch.float64 and not old)
 
 
+@cuda_only
 def test_autocast_multiplies_in_its_dtype() -> None:
     inputs = to_device(make_inputs("clip_loss", 301, 96), torch.float32)
     plain = results(megabatch, "clip_loss", inputs, backend=BACKEND)
@@ -321,6 +322,7 @@ def test_timed_settings_give_the_same_results(monkeypatch: pytest.MonkeyPatch, t
         assert (tuned[name] - value).abs().max() <= 2 * EPS[torch.bfloat16] * value.abs().max(), name
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_step_gives_the_same_results() -> None:
     inputs = to_device(make_inputs("clip_loss", 301, 96), torch.bfloat16)
 

@@ -23,7 +23,9 @@ Watch = Callable[[str], AbstractContextManager[object]]
 @contextmanager
 def watched(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ Everything that the profiler saw on the device counts: kernels, copies and fills
 launches beside itself, to add up its parts, does not.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -47,10 +48,12 @@ TILES = (
 def profiled(work: Callable[[], Any]) -> tuple[Any, list[Any]]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        result = work()
-        torch.cuda.synchronize()
-    return result, list(profile.events() or [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with torch.profiler.profile(activities=activities) as profile:
+            result = work()
+            torch.cuda.synchronize()
+        return result, list(profile.events() or [])
 
 
 def launched(events: Iterable[Any]) -> Counter[str]:
