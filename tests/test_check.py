@@ -7,24 +7,33 @@ import math
 import os
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
+from megabatch import reference
 from megabatch.bench.cases import Case
 from megabatch.bench.command import COMMANDS as BENCHMARKS
 from megabatch.bench.instruments import measure, processes
 from megabatch.bench.loss import contenders, trial
-from megabatch.check import speed
+from megabatch.check import command, graphs, host_reads, launches, report, speed
+from megabatch.check.calls import HALF, OPTIONS, PLAIN, SCALE, Call, calls
 from megabatch.check.cases import LOSSES, cases
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
+from megabatch.check.findings import FAILED, NOT_RUN, OK, Finding, counted, raised, status, summary
 from megabatch.cli import COMMANDS, main
 from megabatch.distributed.world import joined
 
@@ -406,8 +415,8 @@ def test_ranks_are_measured_against_the_dense_loss_over_ranks(pool: Pool) -> Non
     first, *others = pool.run(4, measure_over_ranks)
     assert all(other == first for other in others)
     assert [name for name, *_ in first] == ["ring", "gather", speed.DENSE, "open_clip"]
-    for name, status, best, peak in first[:3]:
-        assert status == "ok", name
+    for name, outcome, best, peak in first[:3]:
+        assert outcome == "ok", name
         assert best is not None
         assert best > 0
         assert peak is not None
@@ -525,6 +534,583 @@ def test_kernels_are_checked_by_the_interpreter() -> None:
     assert document["speed"] == []
     assert "no speed is measured: kernels are interpreted" in ended.stdout
     assert last_line(ended.stdout).startswith("megabatch check: OK")
+
+
+# ---- sections for a GPU, without one
+
+CPU = torch.device("cpu")
+SECTIONS = ("host reads", "launches", "graphs")
+GRAPHS = ["clip_loss, plain, eager, CUDA graph", "clip_loss, plain, eager, reduce-overhead"]
+
+
+def test_without_a_gpu_its_sections_are_reported_as_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLOAT, "clip_loss"]) == 0
+    out = capsys.readouterr().out
+    document = printed_document(out)
+    assert tuple(document["sections"]) == SECTIONS
+    for name, section in document["sections"].items():
+        assert f"{name}: not run: no CUDA device" in out.splitlines()
+        assert section == {
+            "status": "not run",
+            "examined": 0,
+            "failed": 0,
+            "results": [{"name": "all", "status": "not run", "note": "no CUDA device"}],
+        }
+    assert last_line(out).endswith("; not run: host reads, launches, graphs (no CUDA device)")
+
+
+@pytest.mark.parametrize(
+    ("device", "quick", "size", "losses", "able", "reason"),
+    [
+        ("cuda", False, 1, ["clip_loss"], ["eager"], ""),
+        ("cpu", False, 1, ["clip_loss"], ["eager"], "no CUDA device"),
+        ("cuda", True, 1, ["clip_loss"], ["eager"], "--quick"),
+        ("cuda", False, 2, ["clip_loss"], ["eager"], "several ranks, and it takes one process: megabatch check"),
+        ("cuda", False, 1, [], ["eager"], "no loss among --only"),
+        ("cuda", False, 1, ["clip_loss"], [], "no backend can run"),
+    ],
+)
+def test_sections_for_a_gpu_run_on_one_gpu_in_one_process(
+    device: str, quick: bool, size: int, losses: list[str], able: list[str], reason: str
+) -> None:
+    world, options = SimpleNamespace(device=torch.device(device), size=size), SimpleNamespace(quick=quick)
+    assert command.Check._why_not(SimpleNamespace(world=world, options=options), losses, able) == reason
+
+
+def test_every_loss_is_called_with_every_option_that_it_has() -> None:
+    asked = [(call.loss, call.option, call.dtype) for call in calls(LOSSES, ["eager"], ["float32", *HALF])]
+    assert len(set(asked)) == len(asked) == 5 * len(OPTIONS) - 4 - 4 - 2 - 1  # positives, negatives; ids; smoothing
+    assert {option for loss, option, _ in asked if loss == "info_nce_loss"} == {*OPTIONS}
+    assert {dtype for _, option, dtype in asked if option in HALF} == {*HALF}
+    assert {option for _, option, _ in asked} & {*HALF} == {*HALF}
+    assert not [call for call in calls(LOSSES, ["eager"], ["float32"]) if call.option in HALF]
+
+
+# What a loss must be given where the option is named; the others are dtypes and kinds of the scale.
+GIVEN = {
+    "default": ("normalize", None),
+    "plain": ("normalize", False),
+    "normalize": ("normalize", True),
+    "ids mask": ("same_ids", "mask"),
+    "ids positive": ("same_ids", "positive"),
+    "label_smoothing": ("label_smoothing", 0.1),
+    "return_stats": ("return_stats", True),
+    "reduction none": ("reduction", "none"),
+}
+
+
+@pytest.mark.parametrize("call", calls(LOSSES, ["eager"], ["float32", *HALF]), ids=str)
+def test_every_call_gives_its_option_and_notices_other_numbers(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that silently dropped its option, or numbers that give the same result, would examine nothing."""
+    right, seen = getattr(megabatch, call.loss), {}
+
+    def spy(**given: Any) -> Any:
+        seen.update(given)
+        return right(**given)
+
+    monkeypatch.setattr(megabatch, call.loss, spy)
+    first = call.inputs(CPU)
+    value = call.forward(first)
+    name, word = GIVEN.get(call.option, ("normalize", False))
+    assert seen[name] == word
+    tensors = {"ids mask": "ids", "ids positive": "ids", "weight": "weight", "positives": "positives"}
+    tensor = (tensors | {"negatives": "negatives"}).get(call.option)
+    if tensor:
+        assert isinstance(seen["query_ids" if (tensor, call.loss) == ("ids", "info_nce_loss") else tensor], Tensor)
+    assert isinstance(seen["logit_scale"], Tensor) == (call.option == SCALE)
+    features = [x for x in first.values() if isinstance(x, Tensor) and x.dim() == 2]
+    assert {str(x.dtype) for x in features} == {f"torch.{call.dtype}"}
+    others = call.other(first)
+    assert (call.forward(others) - value).abs() > 1e-3 * value.abs()
+    shapes = [[(name, getattr(x, "shape", None)) for name, x in given.items()] for given in (first, others)]
+    assert shapes[0] == shapes[1]
+
+
+# ---- host reads
+
+
+class Reads(TorchDispatchMode):
+    """What torch does on a GPU, on the CPU: raises or warns where a number is read."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if self.mode == "error":
+                raise RuntimeError(host_reads.SYNCHRONIZING)
+            warnings.warn(host_reads.SYNCHRONIZING, stacklevel=2)
+        return func(*args, **(kwargs or {}))
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream * float(upstream.item() == upstream.item())
+
+
+def dense(**given: Any) -> Any:
+    """Which reads nothing."""
+    options = {name: x for name, x in given.items() if name not in ("tile", "backend", "memory_budget")}
+    return reference.clip_loss(**options)
+
+
+def read_in_the_forward(**given: Any) -> Any:
+    value = dense(**given)
+    return value * float(value.item() != 0)
+
+
+def read_in_the_backward(**given: Any) -> Any:
+    return ReadsTwice.apply(dense(**given))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reads"), [(dense, 0), (read_in_the_forward, 1), (read_in_the_backward, 2)], ids=["none", "one", "two"]
+)
+def test_host_reads_are_counted_and_their_place_is_named(
+    loss: Any, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megabatch, "clip_loss", loss)
+    (found,) = host_reads.examine([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
+    assert (found.count, found.allowed) == (reads, 0)
+    assert found.status == (FAILED if reads else OK)
+    assert found.note.startswith("at check/") == bool(reads)
+    assert found.silent == (not reads)
+
+
+def test_no_cache_of_an_earlier_step_hides_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[float, float] = {}
+
+    def cached(**given: Any) -> Any:
+        key = given["image_features"].detach().numpy().tobytes()
+        if key not in seen:
+            seen[key] = given["image_features"].detach().sum().item()
+        return dense(**given)
+
+    monkeypatch.setattr(megabatch, "clip_loss", cached)
+    (found,) = host_reads.examine([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
+    assert found.status == FAILED
+
+
+def test_a_call_that_raises_is_no_host_read_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = count()
+
+    def explode(**given: Any) -> Any:
+        if next(steps) == 1:  # the step that is watched, and no other
+            raise RuntimeError("kernel\nexploded")
+        return dense(**given)
+
+    monkeypatch.setattr(megabatch, "clip_loss", explode)
+    monkeypatch.setattr(megabatch, "siglip_loss", lambda logit_bias, **given: dense(**given))
+    broken, fine = host_reads.examine(calls(["clip_loss", "siglip_loss"], ["eager"], ["float32"], [PLAIN]), CPU, Reads)
+    assert broken == Finding(
+        "host reads", "clip_loss, plain, eager", FAILED, note="raised RuntimeError: kernel exploded"
+    )
+    assert fine.status == OK
+
+
+def test_the_mode_of_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+
+    def set_mode(mode: Any) -> None:
+        if not modes:
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+        modes.append(mode)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(ZeroDivisionError), host_reads.watched("error"):
+        raise ZeroDivisionError
+    assert modes == ["error", 1]
+
+
+# ---- launches
+
+
+def event(name: str, device: Any = DeviceType.CUDA, **more: Any) -> Any:
+    return SimpleNamespace(name=name, device_type=device, **more)
+
+
+def test_what_runs_on_the_device_is_a_launch() -> None:
+    events = [event("tile_kernel"), event("tile_kernel"), event("Memset (Device)"), event("Memcpy DtoD")]
+    others = [
+        event("cudaLaunchKernel", DeviceType.CPU),
+        event("aten::mm", DeviceType.CPU),
+        event("step", is_user_annotation=True),
+        event("Activity Buffer Request"),
+        event("cublasLt::splitKreduce_kernel<32, 16>"),
+    ]
+    found = launches.launched([*events, *others])
+    assert found == {"tile_kernel": 2, "Memset (Device)": 1, "Memcpy DtoD": 1}
+
+
+def test_the_profiler_is_asked_for_what_the_device_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own profiler, which here sees the CPU alone."""
+    asked: list[Any] = []
+    profile = torch.profiler.profile
+
+    def on_the_cpu(activities: list[Any]) -> Any:
+        asked.extend(activities)
+        warnings.warn("of the profiler", stacklevel=2)
+        return profile(activities=activities[:1])
+
+    monkeypatch.setattr(torch.profiler, "profile", on_the_cpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x = torch.ones(3)
+    result, events = launches.profiled(lambda: x + x)
+    assert torch.equal(result, 2 * x)
+    assert torch.profiler.ProfilerActivity.CUDA in asked
+    assert "aten::add" in {seen.name for seen in events}
+    assert not launches.launched(events)  # none of it on a device
+
+
+class Operations(TorchDispatchMode):
+    """Every operation as an event of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.events.append(event(str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(work: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    with Operations() as mode:
+        return work(), mode.events
+
+
+def test_a_small_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megabatch, "clip_loss", dense)
+    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
+    assert found.name == "clip_loss, whole step of 256 rows, eager"
+    assert found.allowed == 45
+    assert found.count is not None
+    few = found.count
+
+    def wordy(**given: Any) -> Any:
+        value = dense(**given)
+        for _ in range(60):
+            value = value * 1.0
+        return value
+
+    monkeypatch.setattr(megabatch, "clip_loss", wordy)
+    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
+    assert found.count >= few + 120  # forward and backward
+    assert found.status == FAILED
+    assert "aten.mul" in found.note
+
+
+def test_a_profiler_that_sees_nothing_fails() -> None:
+    def blind(work: Callable[[], Any]) -> tuple[Any, list[Any]]:
+        return work(), [event("aten::mm", DeviceType.CPU)]
+
+    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=blind)
+    assert (found.status, found.note) == (FAILED, "the profiler saw nothing run on the device")
+
+
+def growing(forward: int, backward: int) -> Callable[..., Any]:
+    """Launches as they grow: 20 per call, 5 per strip, and so many per tile."""
+
+    def passes(call: Call, device: Any, profile: Any) -> tuple[Counter[str], Counter[str]]:
+        strips = call.rows // call.more["tile"] * (2 if call.loss == "nt_xent_loss" else 1)
+        tiles = strips * (strips + 1) // 2 if call.loss in ("nt_xent_loss", "supcon_loss") else strips**2
+        ahead, back = (Counter({"tile_kernel": 20 + 5 * strips + each * tiles}) for each in (forward, backward))
+        return ahead, back
+
+    return passes
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_launches_of_a_tile_are_told_from_those_of_a_call_and_a_strip(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "_passes", growing(2, 3))
+    found = [each for each in launches.examine([loss], ["triton"], "float32", CPU) if "tile" in each.name]
+    one_pass = loss in ("siglip_loss", "info_nce_loss")
+    assert [(each.count, each.allowed) for each in found] == 2 * ([(5, 6)] if one_pass else [(2, 3), (3, 3)])
+    assert {each.status for each in found} == {OK}
+    monkeypatch.setattr(launches, "_passes", growing(2, 5))
+    found = [each for each in launches.examine([loss], ["triton"], "float32", CPU) if "tile" in each.name]
+    assert [each.status for each in found] == 2 * ([FAILED] if one_pass else [OK, FAILED])
+    assert not [each for each in launches.examine([loss], ["eager"], "float32", CPU) if "tile" in each.name]
+
+
+# ---- graphs
+
+
+def replayed(step: Any, inputs: Any) -> Any:
+    return step
+
+
+def stale(step: Any, inputs: Any) -> Any:
+    results = step(inputs)
+    return lambda others: results
+
+
+def stale_gradient(step: Any, inputs: Any) -> Any:
+    first = step(inputs)
+    return lambda others: [step(others)[0], *first[1:]]
+
+
+def not_a_number(step: Any, inputs: Any) -> Any:
+    return lambda others: [x * math.nan for x in step(others)]
+
+
+def breaks(step: Any, inputs: Any) -> Any:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def as_it_is(forward: Any) -> Any:
+    return forward
+
+
+def remembers(forward: Any) -> Any:
+    first: list[Tensor] = []
+
+    def again(inputs: Any) -> Tensor:
+        value = forward(inputs)
+        first.append(value.detach())
+        return value + (first[0] - value.detach())
+
+    return again
+
+
+@pytest.mark.parametrize(
+    ("capture", "compiler", "words"),
+    [
+        (replayed, as_it_is, ["", ""]),
+        (stale, as_it_is, ["the loss is off by", ""]),
+        (stale_gradient, as_it_is, ["gradient 1 is off by", ""]),
+        (not_a_number, as_it_is, ["the loss is off by nan", ""]),
+        (breaks, as_it_is, ["raised RuntimeError: operation not permitted", ""]),
+        (replayed, remembers, ["", "the loss is off by"]),
+    ],
+)
+def test_a_replay_must_give_the_results_of_the_numbers_it_is_given(
+    capture: Any, compiler: Any, words: list[str]
+) -> None:
+    found = graphs.examine([Call("clip_loss", PLAIN, "eager")], CPU, capture, compiler)
+    assert [each.status for each in found] == [FAILED if word else OK for word in words]
+    assert all(word in each.note for each, word in zip(found, words, strict=True))
+    assert found[1].name == GRAPHS[1]
+
+
+def test_a_compiler_that_captures_no_graph_is_noted() -> None:
+    from torch._dynamo.utils import counters
+
+    def skips(forward: Any) -> Any:
+        def counted(inputs: Any) -> Tensor:
+            counters["inductor"]["cudagraph_skips"] += 1
+            return forward(inputs)
+
+        return counted
+
+    _, found = graphs.examine([Call("clip_loss", PLAIN, "eager")], CPU, replayed, skips)
+    assert found == Finding("graphs", GRAPHS[1], OK, note="the compiler captured no graph, 4 skips")
+
+
+# ---- sections together
+
+
+def test_findings_are_judged_and_summed_up() -> None:
+    fine, over = counted("launches", "a step", 3, 3), counted("launches", "another", 4, 3, "why")
+    absent = Finding("launches", "all", NOT_RUN, note="no CUDA device")
+    assert (fine.status, over.status) == (OK, FAILED)
+    assert status([fine, over]) == FAILED
+    assert status([fine, absent]) == OK
+    assert status([absent]) == status([]) == NOT_RUN
+    assert summary("launches", [fine, over]) == "launches: 1 of 2 FAILED, first: another: 4, allowed 3 (why)"
+    assert summary("launches", [fine]) == "launches: 1 of 1 ok"
+    assert summary("launches", [absent]) == "launches: not run: no CUDA device"
+    assert str(raised("launches", "a step", ValueError("a\n b"))) == "a step: raised ValueError: a b"
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sections run, with fakes for what needs a GPU."""
+    monkeypatch.setattr(command.Check, "_why_not", lambda self, losses, able: "")
+    monkeypatch.setattr(
+        host_reads, "examine", lambda calls, device: [counted("host reads", str(x), 0, 0) for x in calls]
+    )
+    monkeypatch.setattr(launches, "examine", partial(launches.examine, profile=operations))
+    monkeypatch.setattr(graphs, "examine", partial(graphs.examine, capture=replayed, compiler=as_it_is))
+    monkeypatch.setattr(launches, "STEP_LIMIT", 10_000)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_results_of_every_section_stand_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLOAT, "clip_loss"]) == 0
+    out = capsys.readouterr().out
+    sections = printed_document(out)["sections"]
+    asked = len(calls(["clip_loss"], ["eager"], ["float32"]))
+    assert sections["host reads"] == {"status": "ok", "examined": asked, "failed": 0, "results": []}
+    (step,) = sections["launches"]["results"]  # what was counted is told
+    assert step["count"] > 10
+    assert sections["graphs"]["status"] == "ok"
+    assert sections["graphs"]["examined"] == 6
+    assert f"host reads: {asked} of {asked} ok; launches: 1 of 1 ok; graphs: 6 of 6 ok" in last_line(out)
+    path = tmp_path / "check.json"
+    assert main([*FLOAT, "clip_loss", "--json", str(path)]) == 0
+    whole = json.loads(path.read_text())["sections"]
+    assert {"name": "clip_loss, plain, eager", "status": "ok", "count": 0, "allowed": 0} in whole["host reads"][
+        "results"
+    ]
+    assert {found["name"] for found in whole["graphs"]["results"]} >= {*GRAPHS}
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("broken", SECTIONS)
+def test_a_section_that_fails_or_breaks_stops_no_other_and_fails_the_check(
+    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = {"host reads": host_reads, "launches": launches, "graphs": graphs}[broken]
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("device\nlost")
+
+    for examine, said in [
+        (explode, f"{broken}: 1 of 1 FAILED, first: the section: raised RuntimeError: device lost"),
+        (lambda *_: [counted(broken, "a call", 2, 0, "why")], f"{broken}: 1 of 1 FAILED, first: a call: 2, allowed 0"),
+    ]:
+        monkeypatch.setattr(module, "examine", examine)
+        assert main([*FLOAT, "clip_loss"]) == 1
+        out = capsys.readouterr().out
+        assert last_line(out).startswith(f"megabatch check: FAILED - {said}")
+        found = {name: section["status"] for name, section in printed_document(out)["sections"].items()}
+        assert found == {name: "failed" if name == broken else "ok" for name in SECTIONS}
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_all_that_failed_is_in_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launches, "STEP_LIMIT", 3)
+    monkeypatch.setattr(megabatch, "clip_loss", times(1.01))
+    verdict = failure(capsys, *FLOAT, "clip_loss")
+    assert "comparisons, first: clip_loss (" in verdict
+    assert "; launches: 1 of 1 FAILED, first: clip_loss, whole step of 256 rows, eager: " in verdict
+
+
+def test_sections_that_broke_before_leave_the_document_and_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(*_: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(speed, "contests", explode)
+    assert main([*TINY_SPEED, "clip_loss"]) == 1
+    document = printed_document(capsys.readouterr().out)
+    assert document["sections"]["speed"]["results"][0]["note"] == "raised RuntimeError: device lost"
+    assert document["verdict"].startswith("FAILED - speed: 1 of 1 FAILED")
+    monkeypatch.setattr(command, "compare_retrieval", explode)  # after the comparisons of a loss
+    assert main([*TINY_SPEED, "clip_loss", "retrieval_ranks"]) == 1
+    document = printed_document(capsys.readouterr().out)
+    assert document["sections"]["exactness"]["status"] == "failed"
+    assert "no speed is measured where results are missing" in document["notes"]
+
+
+def test_a_check_that_is_killed_leaves_what_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "check.json"
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Check, "_speed", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main([*FLOAT, "clip_loss", "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert document["verdict"] == "UNFINISHED - the last section that ended was launches"
+    assert document["comparisons"]
+
+
+def test_a_loss_that_is_wrong_is_not_timed_and_the_others_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(speed, "contests", lambda world, functions, *_: iter(asked.extend(functions) or ()))
+    monkeypatch.setattr(megabatch, "clip_loss", times(1.01))
+    assert main([*TINY_SPEED, "clip_loss", "siglip_loss"]) == 1
+    assert asked == ["siglip_loss"]
+    assert "no speed is measured where results are wrong: clip_loss" in capsys.readouterr().out
+
+
+# ---- who takes part on a GPU
+
+
+def test_on_a_gpu_the_strongest_peers_take_part_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr(trial, "contest", lambda case, names, *_: asked.setdefault(case.loss, names) and [])
+    monkeypatch.setattr(trial, "KNOWN", dict(trial.KNOWN))
+    monkeypatch.setattr(speed, "refusal", lambda *_: "")
+    world = SimpleNamespace(size=1, device=torch.device("cuda"))
+    list(speed.contests(world, ["clip_loss", "siglip_loss"], [64], 16, "bfloat16", "all"))
+    expected = ["triton", "eager", "formula", "open_clip", "compiled", "inf_cl", "siglip_kernel"]
+    assert asked == {"clip": expected, "siglip": expected}
+    assert all(name in trial.KNOWN for name in expected)
+    world.device = CPU
+    asked.clear()
+    list(speed.contests(world, ["clip_loss"], [64], 16, "float32", "all"))
+    assert asked == {"clip": ["eager", "formula", "open_clip"]}
+
+
+def test_siglip_kernel_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signature, by a stand-in: fused_siglip_loss(image, text, log of the scale, bias)."""
+
+    def fused(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
+        return reference.siglip_loss(image, text, log_scale.exp(), bias, normalize=False)
+
+    monkeypatch.setitem(
+        sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_loss=fused, __spec__=SimpleNamespace())
+    )
+    monkeypatch.setattr(trial, "KNOWN", {**trial.KNOWN, speed.SIGLIP_KERNEL.name: speed.SIGLIP_KERNEL})
+    case = Case("siglip", 64, 16)
+    assert trial.fault(speed.SIGLIP_KERNEL, case) == ""
+    wrong = SimpleNamespace(fused_siglip_loss=lambda *given: 1.1 * fused(*given), __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "siglip_kernel", wrong)
+    assert "is off by" in trial.fault(speed.SIGLIP_KERNEL, case)
+    monkeypatch.delitem(sys.modules, "siglip_kernel")
+    with pytest.raises(contenders.NotInstalled):
+        speed.siglip_kernel(case)
+
+
+# ---- the machine
+
+
+def test_the_commit_is_that_of_the_clone_the_package_is_in(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *names, *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert report.commit(tmp_path) is None
+    git("init")
+    (tmp_path / "__init__.py").touch()
+    git("add", ".")
+    git("commit", "-m", "first", "--no-verify")
+    short = git("rev-parse", "--short", "HEAD")
+    assert report.commit(tmp_path) == short
+    (tmp_path / "__init__.py").write_text("changed")
+    assert report.commit(tmp_path) == f"{short}-dirty"
+    installed = tmp_path / "site-packages"  # below a clone, and no part of it
+    installed.mkdir()
+    (installed / "__init__.py").touch()
+    assert report.commit(installed) is None
+
+
+def test_a_gpu_is_described() -> None:
+    properties = SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132)
+    assert report.gpu(properties) == {
+        "capability": "9.0",
+        "memory_gib": 80.0,
+        "multiprocessors": 132,
+        "gpus": torch.cuda.device_count(),
+    }
 
 
 # ---- the command line

@@ -1,19 +1,21 @@
-"""`megabatch check`: exactness, then speed and memory, then the verdict."""
+"""`megabatch check`: exactness, what only a GPU can show, speed and memory, then the verdict."""
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..distributed.world import World, joined
-from . import report, speed
+from . import graphs, host_reads, launches, report, speed
+from .calls import calls
 from .cases import DTYPES, LOSSES, cases
 from .exactness import RETRIEVAL, Comparison, Way, compare_loss, compare_retrieval, merged, refusal
+from .findings import FAILED, NOT_RUN, Finding, raised, summary
 from .speed import Contest
 
 DESCRIPTION = """\
@@ -28,11 +30,16 @@ run that must give the same bits. The error may exceed that of the dense loss in
 figure of the table is the worst error as a share of what is allowed: up to 1 is right. Under torchrun every rank
 checks its own device alone, and then all ranks one batch together, with different numbers of rows on each.
 
-Speed and memory: a training step against the dense loss, and open_clip's and inf_cl's where installed. They take turns;
-the best run counts. Memory is the peak beyond inputs and gradients: of the allocator on a GPU, else resident memory.
+On a GPU, in one process: host reads, which must be none, in forward and backward of every loss with every option;
+launches, counted by the profiler, of a small step and of a tile; graphs, captured by torch.cuda.graph and by
+torch.compile(mode="reduce-overhead") and replayed with other numbers. Elsewhere they are reported as not run.
 
-The last line is the verdict, the exit code 0 or 1. The line of JSON before it is for a report; --json writes it to a
-file instead, with every comparison.
+Speed and memory: a training step against open_clip's formula, and open_clip itself where installed; on a GPU also
+against torch.compile of the dense loss, inf_cl and siglip-kernel. They take turns; the best run counts. Memory is the
+peak beyond inputs and gradients: of the allocator on a GPU, else resident memory. No loss is timed that is wrong.
+
+What fails in one section stops no other. The last line is the verdict, the exit code 0 or 1. The line of JSON before it
+is for a report; --json writes it to a file instead, with every result, after every section.
 """
 FUNCTIONS = (*LOSSES, *RETRIEVAL)
 BACKENDS = ("eager", "triton")
@@ -53,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=FUNCTIONS, metavar="NAME", help=f"of {', '.join(FUNCTIONS)}")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of the features; default: all")
     parser.add_argument("--quick", action="store_true", help="exactness only, few cases of tiny sizes")
-    parser.add_argument("--skip-speed", action="store_true", help="exactness only")
+    parser.add_argument("--skip-speed", action="store_true", help="everything but speed and memory")
     parser.add_argument("--rows", type=_positive, nargs="+", metavar="N", help="batch sizes of the speed table")
     parser.add_argument("--width", type=_positive, metavar="D", help="width of the features of the speed table")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON to this file")
@@ -105,6 +112,7 @@ class Check:
         self.dtypes: list[str] = options.dtypes or list(DTYPES)
         self.backends = BACKENDS if options.backend == "all" else (options.backend,)
         self.comparisons: list[Comparison] = []
+        self.findings: dict[str, list[Finding]] = {}
         self.contests: list[Contest] = []
         self.notes: list[str] = []
 
@@ -114,20 +122,32 @@ class Check:
             return 2
         self.reasons = self._reasons()
         self.interpreted = self._interpreted()
-        machine = report.machine(self.world, self.interpreted)
-        self._say(report.describe(machine))
-        refused = self._refused()
+        self.machine = report.machine(self.world, self.interpreted)
+        self._say(report.describe(self.machine))
+        self.refused = self._refused()
         if any(not reason for reason in self.reasons.values()):
-            self._exactness()
-        if all(found.ok for found in self.comparisons) and not refused:
-            self._speed()
-        else:
-            self._note("no speed is measured where results are wrong or missing")
-        verdict = report.verdict(self.comparisons, self.contests, refused)
-        self._publish(machine, verdict)
+            self._section("exactness", self._exactness)
+        self._on_gpu(host_reads.SECTION)
+        self._on_gpu(launches.SECTION)
+        self._section("speed", self._speed)
+        self._on_gpu(graphs.SECTION)  # last, for a capture that fails may leave the device unusable
+        verdict = report.verdict(self.comparisons, self.findings, self.contests, self.refused)
+        self._publish(verdict)
         self._say(f"megabatch check: {verdict}")
         self.world.wait()  # torchrun ends the others when one has failed
         return 0 if verdict.startswith("OK") else 1
+
+    def _section(self, name: str, work: Callable[[], None]) -> None:
+        """A section that breaks is a failure of its own, and the next one follows. Ranks would lose each other."""
+        try:
+            work()
+        except Exception as error:
+            if self.world.size > 1:
+                raise
+            self.findings.setdefault(name, []).append(raised(name, "the section", error))
+            self._say(f"\n{summary(name, self.findings[name])}")
+        if self.options.json and not self.world.rank:  # what there is, should a later section end the process
+            self._write(f"UNFINISHED - the last section that ended was {name}")
 
     def _json_problem(self) -> str:
         """Why the file cannot be written, which should show now; "" if it can."""
@@ -231,6 +251,42 @@ class Check:
                     found += compare_loss(case, dtype, ways, self.world, alone)
         return found
 
+    # ---- what only a GPU can show
+
+    def _on_gpu(self, section: str) -> None:
+        def work() -> None:
+            self.findings[section] = self._examined(section)
+            self._say(f"\n{summary(section, self.findings[section])}")
+            for found in [found for found in self.findings[section] if not found.silent and found.status != NOT_RUN]:
+                self._say(f"  {'FAILED: ' if found.status == FAILED else ''}{found}")
+
+        self._section(section, work)
+
+    def _examined(self, section: str) -> list[Finding]:
+        losses = [function for function in self.functions if function in LOSSES]
+        dtypes = ["float32", *self.dtypes] if "float32" in self.dtypes else self.dtypes
+        able = [backend for backend in self.backends if not self._reason(LOSSES[0], backend, dtypes[0])]
+        if why := self._why_not(losses, able):
+            return [Finding(section, "all", NOT_RUN, note=why)]
+        device = self.world.device
+        if section == launches.SECTION:
+            return launches.examine(losses, able, dtypes[0], device)
+        if section == graphs.SECTION:
+            return graphs.examine(calls(losses, able, dtypes[:1], graphs.OPTIONS), device)
+        return host_reads.examine(calls(losses, able, dtypes), device)
+
+    def _why_not(self, losses: list[str], able: list[str]) -> str:
+        """Why what needs a GPU is not run; "" where it is."""
+        if self.world.device.type != "cuda":
+            return "no CUDA device"
+        if self.options.quick:
+            return "--quick"
+        if self.world.size > 1:
+            return "several ranks, and it takes one process: megabatch check"
+        if not losses or not able:
+            return "no loss among --only" if not losses else "no backend can run"
+        return ""
+
     # ---- speed
 
     def _speed(self) -> None:
@@ -238,24 +294,37 @@ class Check:
             return
         if self.interpreted:
             return self._note("\nno speed is measured: kernels are interpreted")
+        wrong = {found.function for found in self.comparisons if not found.ok}
+        right = [function for function in self.functions if function not in wrong]
+        if self.refused or not self.comparisons or "exactness" in self.findings:
+            return self._note("no speed is measured where results are missing")
+        if wrong:
+            self._note(f"no speed is measured where results are wrong: {', '.join(sorted(wrong))}")
         rows, width, dtype = ON_GPU if self.world.device.type == "cuda" else ON_CPU
         dtype = dtype if dtype in self.dtypes else self.dtypes[0]
         rows, width = self.options.rows or rows, self.options.width or width
-        for contest in speed.contests(self.world, self.functions, rows, width, dtype, self.options.backend):
+        for contest in speed.contests(self.world, right, rows, width, dtype, self.options.backend):
             self.contests.append(contest)
             over = f", {self.world.size} ranks" if self.world.size > 1 else ""
             self._say(f"\nspeed and memory: {contest.case}{over}, forward and backward\n\n{contest.table}")
 
     # ---- the document
 
-    def _publish(self, machine: dict[str, Any], verdict: str) -> None:
+    def _publish(self, verdict: str) -> None:
         if self.world.rank:
             return
-        path = self.options.json
-        found = report.document(machine, self.comparisons, self.contests, self.notes, verdict, whole=path is not None)
-        text = json.dumps(found, allow_nan=False, indent=None if path is None else 1)
-        if path is None:
-            print(f"\nfor a report:\n{text}\n")
+        if self.options.json:
+            self._write(verdict)
+            print(f"\nwritten to {self.options.json}")
         else:
-            path.write_text(text + "\n")
-            print(f"\nwritten to {path}")
+            print(f"\nfor a report:\n{self._document(verdict)}\n")
+
+    def _write(self, verdict: str) -> None:
+        self.options.json.write_text(self._document(verdict) + "\n")
+
+    def _document(self, verdict: str) -> str:
+        whole = self.options.json is not None
+        found = report.document(
+            self.machine, self.comparisons, self.findings, self.contests, self.notes, verdict, whole=whole
+        )
+        return json.dumps(found, allow_nan=False, indent=1 if whole else None)

@@ -112,7 +112,7 @@ def compare_loss(case: Case, dtype: str, ways: list[Way], world: World, alone: b
     peers = _expected(case, shares, scalars, world.device, None)
 
     def step(way: Way) -> Results:
-        inputs = _leaves(shares[rank] | scalars, world.device)
+        inputs = leaves(shares[rank] | scalars, world.device)
         group = None if alone else world.group
         return _step(getattr(megabatch, case.loss), inputs, rank, case.options | way.options | {"group": group})
 
@@ -211,7 +211,7 @@ def _compared(
 # A step with ours, and what it must give.
 
 
-def _leaves(tensors: Share, device: torch.device, dtype: torch.dtype | None = None) -> Share:
+def leaves(tensors: Share, device: torch.device, dtype: torch.dtype | None = None) -> Share:
     """Copies on the device; those of features, scale and bias collect gradients."""
     copies = {}
     for name, x in tensors.items():
@@ -239,11 +239,11 @@ def _expected(
     case: Case, shares: list[Share], scalars: Share, device: torch.device, dtype: torch.dtype | None
 ) -> list[Results]:
     """What every rank must get, from the dense loss of all rows together; `dtype` None: in that of the features."""
-    leaves = [_leaves(share, device, dtype) for share in shares]
-    numbers = _leaves(scalars, device, dtype)
+    copies = [leaves(share, device, dtype) for share in shares]
+    numbers = leaves(scalars, device, dtype)
     options = {name: x for name, x in case.options.items() if name not in ("tile", "memory_budget")}
     returned = getattr(reference, case.loss)(
-        **together(leaves), **numbers, **{"normalize": False, **options}, group=None
+        **together(copies), **numbers, **{"normalize": False, **options}, group=None
     )
     value, stats = returned if isinstance(returned, tuple) else (returned, {})
     ranks, sizes = len(shares), [len(next(iter(share.values()))) for share in shares]
@@ -257,7 +257,7 @@ def _expected(
     # grad_reduction "mean": trainers divide gradients by the number of ranks. Per-row losses are the caller's affair.
     of_features, of_scalars = (1.0, 1 / ranks) if per_row else (float(ranks), 1.0)
     expected = []
-    for own, share in zip(values, leaves, strict=True):
+    for own, share in zip(values, copies, strict=True):
         results = {"loss": own.detach(), **{f"statistic {name}": x for name, x in stats.items()}}
         results |= {f"gradient of {name}": of_features * _grad(x) for name, x in share.items() if x.requires_grad}
         results |= {f"gradient of {name}": of_scalars * _grad(x) for name, x in numbers.items()}

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megabatch.bench.cases import Case
 from megabatch.bench.instruments import processes
 from megabatch.bench.instruments.ranks import Member
 from megabatch.bench.loss import trial
+from megabatch.bench.loss.contenders import Contender, Step, package, step_of
 from megabatch.bench.report import mebibytes, ratio, remark, seconds, table
 from megabatch.bench.results import Row
 from megabatch.bench.ring import trial as ring_trial
@@ -26,6 +28,20 @@ LOSSES = ("clip", "siglip")
 OURS = {"triton", "eager", "ring", "gather"}
 DENSE = "formula"
 REPEATS, SECONDS = 3, 1.0
+
+
+def siglip_kernel(case: Case) -> Step:
+    """Takes the logarithm of the scale."""
+    loss = package("siglip_kernel").fused_siglip_loss
+
+    def fused(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        value: Tensor = loss(image, text, scale.log(), bias)
+        return value
+
+    return step_of(fused)
+
+
+SIGLIP_KERNEL = Contender("siglip_kernel", "siglip-kernel fused_siglip_loss", siglip_kernel, ("siglip",), multiple=64)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,10 @@ def _alone(case: Case, backend: str) -> list[Row]:
     on_gpu = device.type == "cuda"
     by_kernels = on_gpu and not refusal(case.kind.function, "triton", case.dtype, device)
     ours = [backend] if backend in OURS else ["triton", "eager"] if by_kernels else ["eager"]
-    names = [*ours, DENSE, "open_clip", *(["inf_cl"] if on_gpu else [])]
+    names = [*ours, DENSE, "open_clip"]
+    if on_gpu:
+        trial.KNOWN.setdefault(SIGLIP_KERNEL.name, SIGLIP_KERNEL)
+        names += ["compiled", "inf_cl", SIGLIP_KERNEL.name]
     return trial.contest(case, names, REPEATS, SECONDS)
 
 
