@@ -197,7 +197,6 @@ class Triton(Backend):
         arguments = {
             "num_rows": len(rows),
             "num_columns": len(columns),
-            "positives": int(self._has_positives(tile)),
             "x_ids": rows.ids,
             "y_ids": columns.ids,
             "targets": rows.targets,
@@ -217,7 +216,8 @@ class Triton(Backend):
 
     def _prepare(self, tile: Tile, multiplies: bool, statistics: bool) -> tuple[Settings, dict[str, Any]]:
         """What is the same for all tiles of a kind."""
-        id_rule, kind = self._id_rule(tile), (multiplies, statistics, tile.is_diagonal, self._id_rule(tile))
+        id_rule = self._id_rule(tile)
+        kind = multiplies, statistics, tile.is_diagonal, id_rule, self._has_positives(tile)
         if kind not in self._prepared:
             spec, rows = self.spec, tile.rows
             settings = self.settings_for(tile)
@@ -260,7 +260,7 @@ class Triton(Backend):
         """The partial statistics that the loss has."""
         spec = self.spec
         maxima, smoothing = spec.epilogue == "softmax" or self.stats, spec.label_smoothing > 0
-        positives = maxima and (spec.has_targets or self._id_rule(tile) == "positive")
+        positives = maxima and self._has_positives(tile)
         return maxima, True, smoothing, smoothing, positives, positives, positives and self.stats
 
     def _sums_for(self, num_programs: int) -> Tensor | None:
@@ -358,14 +358,9 @@ def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
 
 
 def _target_offset(tile: Tile) -> int | None:
-    """From a row's number, or from its explicit target, to the column of its positive. None: rows have no targets."""
-    rows = tile.rows
-    if rows.targets is not None:
-        return -tile.columns.offset
-    if rows.target_offset is None:
-        return None
-    # Where none is in the tile, a number that says so in 32 bits.
-    return -len(rows) if tile.targets is None else rows.target_offset - tile.columns.offset
+    """From a row's number, or from its explicit target, to the column of its positive. None: no target is here."""
+    here = tile.rows.targets is not None or tile.targets is not None
+    return (tile.rows.target_offset or 0) - tile.columns.offset if here else None
 
 
 def _aligned(columns: int) -> int:

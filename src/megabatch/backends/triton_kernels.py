@@ -13,9 +13,9 @@ Rules for correctness:
 Rules for speed:
 - The epilogue holds one subtile of its block at a time, and reduces positives only where a subtile has any, so that
   nothing spills.
-- Rows and columns share one exponential: exp(s - n) = exp(s - m) * exp(m - c) * exp(c - n), where m and n are the
-  maxima of row and column and c is the largest m. Where c - n reaches SPREAD something might underflow, and a positive
-  must cancel exactly: there, columns take an exponential of their own.
+- The dlogits of rows and columns share one exponential, exp(s - c), times exp(c - m) for a row of maximum m, and for a
+  column alike. Where some c - m reaches SPREAD it might underflow, and in a tile with positives, which must cancel
+  exactly, it is not exact enough: there, both have exponentials of their own.
 """
 
 import triton
@@ -31,7 +31,7 @@ SPREAD = tl.constexpr(60.0)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Specializing on these would compile more kernels, none of them faster.
-_ANY_NUMBER = ["num_rows", "num_columns", "positives", "target_offset"]
+_ANY_NUMBER = ["num_rows", "num_columns", "target_offset"]
 _OF_A_SIDE = ["norm", "ids", "label", "max", "factor", "uniform", "partials"]
 _ANY_ADDRESS = ["scalars", "targets", "sums", *(f"{side}_{name}" for side in "xy" for name in _OF_A_SIDE)]
 
@@ -40,7 +40,6 @@ _ANY_ADDRESS = ["scalars", "targets", "sums", *(f"{side}_{name}" for side in "xy
 def tile_kernel(
     num_rows,
     num_columns,
-    positives,  # 0: no pair of this tile is one
     scalars,  # scale and bias
     EPILOGUE: tl.constexpr,
     ID_RULE: tl.constexpr,
@@ -90,6 +89,7 @@ def tile_kernel(
     STATISTICS: tl.constexpr = x_partials is not None
     GRADIENTS: tl.constexpr = x_label is not None
     SUBTILE: tl.constexpr = BLOCK_COLUMNS // SUBTILES
+    SHARED: tl.constexpr = y_max is not None and target_offset is None and ID_RULE != "positive"
     # Which block: grouped as in Triton's matmul tutorial.
     num_down, num_across = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(num_columns, BLOCK_COLUMNS)
     first_row = tl.program_id(0) // (GROUP_ROWS * num_across) * GROUP_ROWS
@@ -107,9 +107,11 @@ def tile_kernel(
     scale, bias = tl.load(scalars), tl.load(scalars + 1)
     statistics = _neutral(BLOCK_ROWS)
     scale_sum, bias_sum = 0.0, 0.0
-    if y_label is not None:
-        top = tl.max(tl.load(x_max + row, mask=row_mask, other=NEG_INF), 0).to(tl.float32)
-        lowest = tl.min(tl.load(y_max + columns, mask=columns < num_columns, other=float("inf")), 0).to(tl.float32)
+    top, near = 0.0, False
+    if SHARED:
+        top, x_lowest = _range(x_max, row, row_mask)
+        y_lowest = _range(y_max, columns, columns < num_columns)[1]
+        near = top - tl.minimum(x_lowest, y_lowest) < SPREAD
     for index in tl.static_range(SUBTILES):
         first_column = block_column * BLOCK_COLUMNS + index * SUBTILE
         column = first_column + tl.arange(0, SUBTILE)
@@ -135,34 +137,36 @@ def tile_kernel(
             mask, positive = _pairs(
                 mask, row, column, row_mask, num_columns, targets, target_offset, x_ids, y_ids, ID_RULE
             )
-            found = positives
-            if targets is None and target_offset is not None:
-                to_column = first_row.to(tl.int64) + target_offset - first_column
-                found &= ((to_column < SUBTILE) & (to_column > -BLOCK_ROWS)).to(tl.int32)
             s = tl.where(mask, xy * scale + bias, NEG_INF)
             if ID_RULE == "positive":
                 positive &= s != NEG_INF  # the mask again, without the registers to keep it in
             if ID_RULE == "positive" or targets is not None:
-                found = positives & tl.max(tl.max(positive.to(tl.int32), 1), 0)
+                found = tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0
+            elif target_offset is not None:
+                to_column = first_row.to(tl.int64) + target_offset - first_column
+                found = (to_column < SUBTILE) & (to_column > -BLOCK_ROWS)
+            else:
+                found = False
         if STATISTICS:
-            statistics, terms = _add_subtile(statistics, s, positive, found, None, EPILOGUE, SLOTS, 1)
+            statistics = _add_subtile(statistics, s, positive, found, EPILOGUE, SLOTS, 1)
             if y_partials is not None:
-                shared = (terms, statistics[MAX])
-                of_columns, _ = _add_subtile(_neutral(SUBTILE), s, positive, found, shared, EPILOGUE, SLOTS, 0)
+                of_columns = _add_subtile(_neutral(SUBTILE), s, positive, found, EPILOGUE, SLOTS, 0)
                 at = y_partials + block_row.to(tl.int64) * num_columns + column
-                _store(of_columns, SLOTS, positives, at, num_down.to(tl.int64) * num_columns, column_mask)
+                _store(of_columns, SLOTS, at, num_down.to(tl.int64) * num_columns, column_mask)
         if GRADIENTS:
             if EPILOGUE == "softmax":
                 # row_grad * (probability - label) of the rows and, where columns have a loss too, of the columns.
-                x_shift = _along(x_max, row, row_mask, 1)
-                exps = tl.exp(s - x_shift)
-                ds = exps * _along(x_factor, row, row_mask, 1)
-                if y_label is not None:
-                    y_shift, factor = _along(y_max, column, column_mask, 0), _along(y_factor, column, column_mask, 0)
-                    if (top - lowest < SPREAD) & (found == 0):
-                        ds += exps * (tl.exp(x_shift - top) * (tl.exp(top - y_shift) * factor))
+                x_shift, x_part = _along(x_max, row, row_mask, 1), _along(x_factor, row, row_mask, 1)
+                if y_max is None:
+                    ds = tl.exp(s - x_shift) * x_part
+                else:
+                    y_shift, y_part = _along(y_max, column, column_mask, 0), _along(y_factor, column, column_mask, 0)
+                    if near:  # SPREAD is for rows that are not there
+                        x_part *= tl.exp(tl.minimum(top - x_shift, SPREAD))
+                        y_part *= tl.exp(tl.minimum(top - y_shift, SPREAD))
+                        ds = tl.exp(s - top) * (x_part + y_part)
                     else:
-                        ds += tl.exp(s - y_shift) * factor
+                        ds = tl.exp(s - x_shift) * x_part + tl.exp(s - y_shift) * y_part
                 label, uniform = _labels(row, row_mask, x_label, x_uniform, label_smoothing, 1)
                 if y_label is not None:
                     y_labels, y_uniforms = _labels(column, column_mask, y_label, y_uniform, label_smoothing, 0)
@@ -181,7 +185,7 @@ def tile_kernel(
                 tl.store(dlogits_at, (ds * DLOGITS_SCALE).to(dlogits.dtype.element_ty), mask=in_tile)
     if STATISTICS:
         at = x_partials + block_column.to(tl.int64) * num_rows + row
-        _store(statistics, SLOTS, positives, at, num_across.to(tl.int64) * num_rows, row_mask)
+        _store(statistics, SLOTS, at, num_across.to(tl.int64) * num_rows, row_mask)
     if sums is not None:
         at = sums + 2 * tl.program_id(0)
         if DIAGONAL:  # whose dlogits serve both triangles, and both are in it
@@ -268,11 +272,10 @@ def _neutral(LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _add_subtile(old, s, positive, found, shared, EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, AXIS: tl.constexpr):
-    """The partial statistics of rows (axis 1) or columns, with one more subtile, by an online softmax; and its terms.
+def _add_subtile(old, s, positive, found, EPILOGUE: tl.constexpr, SLOTS: tl.constexpr, AXIS: tl.constexpr):
+    """The partial statistics of rows (axis 1) or columns, with one more subtile, by an online softmax.
 
-    `found`: the subtile has positives. `shared`, for columns: the terms and maxima of the rows. The compiler drops what
-    is computed here and not stored.
+    `found`: the subtile has positives. The compiler drops what is computed here and not stored.
     """
     old_max, sum_, logit_sum, logit_count, positive_sum, positive_count, top_positive = old
     max_ = tl.maximum(old_max, tl.max(s, AXIS))
@@ -283,20 +286,7 @@ def _add_subtile(old, s, positive, found, shared, EPILOGUE: tl.constexpr, SLOTS:
         logit_sum += logit_count * moved
         if EPILOGUE == "softmax":
             sum_ *= tl.exp(old_max - _finite(max_))
-    if EPILOGUE != "softmax":
-        terms = _softplus(tl.where(positive, -s, s))
-        sum_ += tl.sum(terms, AXIS)
-    elif shared is None:
-        terms = tl.exp(below)
-        sum_ += tl.sum(terms, AXIS)
-    else:
-        terms, row_max = shared
-        top = tl.max(row_max, 0)
-        above = tl.where(max_ == NEG_INF, 0.0, top - max_)
-        if (tl.max(above, 0) < SPREAD) & (found == 0):
-            sum_ += tl.sum(terms * tl.exp(row_max - _finite(top))[:, None], 0) * tl.exp(above)
-        else:
-            sum_ += tl.sum(tl.exp(below), 0)
+    sum_ += tl.sum(tl.exp(below) if EPILOGUE == "softmax" else _softplus(tl.where(positive, -s, s)), AXIS)
     if SLOTS[LOGIT_SUM]:
         logit_sum += tl.sum(tl.where(s == NEG_INF, 0.0, below), AXIS)
         logit_count += tl.sum((s != NEG_INF).to(tl.float32), AXIS)
@@ -305,18 +295,14 @@ def _add_subtile(old, s, positive, found, shared, EPILOGUE: tl.constexpr, SLOTS:
             positive_sum += tl.sum(tl.where(positive, below, 0.0), AXIS)
             positive_count += tl.sum(positive.to(tl.float32), AXIS)
             top_positive = tl.maximum(top_positive, tl.max(tl.where(positive, s, NEG_INF), AXIS))
-    return (max_, sum_, logit_sum, logit_count, positive_sum, positive_count, top_positive), terms
+    return max_, sum_, logit_sum, logit_count, positive_sum, positive_count, top_positive
 
 
 @triton.jit
-def _store(statistics, SLOTS: tl.constexpr, positives, at, stride, mask):
-    for slot in tl.static_range(POSITIVE_SUM):
+def _store(statistics, SLOTS: tl.constexpr, at, stride, mask):
+    for slot in tl.static_range(len(SLOTS)):
         if SLOTS[slot]:
             tl.store(at + slot * stride, statistics[slot], mask=mask)
-    if positives:
-        for slot in tl.static_range(POSITIVE_SUM, len(SLOTS)):
-            if SLOTS[slot]:
-                tl.store(at + slot * stride, statistics[slot], mask=mask)
 
 
 @triton.jit
@@ -345,6 +331,13 @@ def _labels(row, mask, label, uniform, label_smoothing, AXIS: tl.constexpr):
         return share, 0.0
     else:
         return share * (1.0 - label_smoothing), label_smoothing * _along(uniform, row, mask, AXIS)
+
+
+@triton.jit
+def _range(vector, row, mask):
+    """The largest and the smallest number of a block."""
+    numbers = tl.load(vector + row, mask=mask, other=0.0).to(tl.float32)
+    return tl.max(tl.where(mask, numbers, NEG_INF), 0), tl.min(tl.where(mask, numbers, -NEG_INF), 0)
 
 
 @triton.jit
