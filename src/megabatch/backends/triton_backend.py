@@ -216,13 +216,12 @@ class Triton(Backend):
 
     def _prepare(self, tile: Tile, multiplies: bool, statistics: bool) -> tuple[Settings, dict[str, Any]]:
         """What is the same for all tiles of a kind."""
-        id_rule = self._id_rule(tile)
-        kind = multiplies, statistics, tile.is_diagonal, id_rule, self._has_positives(tile)
+        id_rule, settings = self._id_rule(tile), self.settings_for(tile)
+        kind = settings, multiplies, statistics, tile.is_diagonal, id_rule, self._has_positives(tile)
         if kind not in self._prepared:
-            spec, rows = self.spec, tile.rows
-            settings = self.settings_for(tile)
             if not multiplies and self.kind != "given":
                 settings = triton_settings.defaults(self.architecture, "given")
+            spec, rows = self.spec, tile.rows
             options = spec.label_smoothing or self.stats or rows.inverse_norm is not None or id_rule != "ignore"
             constants = {
                 "scalars": self._scalars,
