@@ -752,7 +752,7 @@ def test_dot_products_and_dlogits_may_lie_beyond_32_bits() -> None:
     spec = specs.siglip("ignore")
     tile = new_tile(spec, (3, 64))
     expected, dots = new_backend(spec).dlogits(tile), tile.rows.features @ tile.columns.features.T
-    assert expected is not None
+    expected = expected.clone()
     far = reserved((3, 64), (2**30, 1), torch.float32)
     changes = {"dots": far, "dots_stride": 2**30, "num_columns": 2**30, "BLOCK_COLUMNS": 64, "programs": 1}
     new_backend(spec, changes, kind="tf32").scores(tile)
@@ -1064,7 +1064,8 @@ def test_an_exponential_that_rows_and_columns_share_is_as_good(spec: specs.Spec,
 
 
 @pytest.mark.usefixtures("by_triton")
-def test_retrieval() -> None:
+def test_retrieval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "float32_precision", lambda device: "tf32")  # in full precision no kernel runs
     test_retrieval_.test_ranks_equal_the_dense_answer((70, 130, 65), 64)
     test_retrieval_.test_ranks_equal_the_dense_answer((3, 5, 7), None)
     test_retrieval_.test_equal_keys_tie_wherever_they_lie((20, 130, 65))

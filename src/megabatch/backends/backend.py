@@ -147,7 +147,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta:
     if left.device.type == "cpu":  # which cannot multiply bf16 or fp16 into float32
         product = torch.mm(left.to(out.dtype), right.to(out.dtype))
     elif accumulates_half_products(left.device):
-        return torch.addmm(out, left, right, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)  # type: ignore[call-overload, no-any-return]
+        return torch.addmm(out, left, right, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
     else:
         product = torch.mm(left, right, out_dtype=out.dtype)
     return torch.add(out, product, alpha=alpha, out=out) if beta else torch.mul(product, alpha, out=out)
@@ -158,7 +158,7 @@ def accumulates_half_products(device: torch.device) -> bool:
     """Whether a product of bf16/fp16 can be added to float32. Older versions of torch add it to its own dtype only."""
     half, out = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
     try:
-        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -151,12 +151,13 @@ class Triton(Backend):
             multiply(self._operand("rows", tile.rows), self._operand("columns", tile.columns).T, out=out)
         else:
             self._run(tile, {}, dots=out)
-        if isinstance(self.scale, Tensor) or self.scale != 1:
-            out.mul_(self.scale)
-        return out.add_(self.bias) if isinstance(self.bias, Tensor) or self.bias else out
+        scale, bias = self._scale_and_bias
+        if isinstance(scale, Tensor) or scale != 1:
+            out.mul_(scale)
+        return out.add_(bias) if isinstance(bias, Tensor) or bias else out
 
     @property
-    def scalar_sums(self) -> Tensor:  # type: ignore[override]
+    def scalar_sums(self) -> Tensor:
         sums = [slots.sum(0) for slots in self._sums]
         return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.device)
 
@@ -252,8 +253,13 @@ class Triton(Backend):
     def _scalars(self) -> Tensor:
         """Scale and bias, where kernels read them."""
         how: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        both = self.scale, self.bias
+        both = self._scale_and_bias
         return torch.stack([x.to(**how) if isinstance(x, Tensor) else torch.full((), x, **how) for x in both])
+
+    @property
+    def _scale_and_bias(self) -> tuple[float | Tensor, float | Tensor]:
+        """Tensors where only the device knows them: no host may wait for their values."""
+        return self.scale, self.bias
 
     def _slots(self, tile: Tile) -> tuple[bool, ...]:
         """The partial statistics that the loss has."""
@@ -270,7 +276,7 @@ class Triton(Backend):
             self._sums.append(torch.zeros(num_programs, 2, dtype=torch.float64, device=self.device))
         return self._sums[-1]
 
-    def _features(self, tile: Tile) -> tuple[dict[str, Tensor | None], Tensor, Tensor]:
+    def _features(self, tile: Tile) -> tuple[dict[str, Any], Tensor, Tensor]:
         """What is multiplied, after the norms. Normalised after the product, unless it must be copied before."""
         x, y = tile.rows.features, tile.columns.features
         if any(features.dtype != self.operand_dtype or features.stride(1) != 1 for features in (x, y)):
