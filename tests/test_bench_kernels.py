@@ -369,7 +369,7 @@ def test_the_fastest_settings_are_written_for_the_library_to_read(
     times: dict[int, float], rows: int, clock: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock |= times
-    names = ["clip forward", "clip forward, no targets", "clip backward", "siglip forward"]
+    names = ["clip forward", "clip forward, no targets", "clip backward", "siglip one pass"]
     assert tuning.main(names, ["float32", "bfloat16"], [8], device="cpu") == 0
     tuned.cache_clear()  # as in a new process
     found = tuned()

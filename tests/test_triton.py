@@ -1029,6 +1029,14 @@ def test_dlogits_take_the_place_of_products_unless_those_are_read_twice(monkeypa
         assert (given[-1]["dots"].data_ptr() == given[-1]["dlogits"].data_ptr()) == (not diagonal)
 
 
+def test_a_diagonal_tile_is_symmetric_however_a_library_rounds() -> None:
+    rows = tile_of(SPECS[3], torch.float32, stats=False).rows
+    tile, backend, kept = Tile(rows, rows, is_diagonal=True), new_backend(SPECS[3]), torch.rand(37 * 48)
+    backend.accumulate_statistics(tile)
+    dlogits = backend.dlogits(tile, kept)
+    torch.testing.assert_close(dlogits, dlogits.T)
+
+
 @pytest.mark.parametrize("gap", [0.0, 40.0, 70.0, 200.0])
 @pytest.mark.parametrize("side", ["rows", "columns", "both"])
 @pytest.mark.parametrize("spec", [specs.clip("ignore", 0.0), specs.clip("mask", 0.1)], ids=str)
