@@ -86,7 +86,7 @@ COMMON = ["clip forward", "clip backward"]
 OTHERS = [name for name in VARIANTS if name not in COMMON]
 SUBSET = [
     *((target, "bfloat16", variant) for target in TARGETS for variant in COMMON),
-    *zip(cycle(TARGETS), cycle(["bfloat16", "float16", "tf32", "float32"]), OTHERS, strict=False),
+    *zip(cycle(TARGETS), cycle(["float16", "float32", "tf32", "bfloat16"]), OTHERS, strict=False),
 ]
 
 
