@@ -46,7 +46,7 @@ _INTERPRETED = Settings(32, 32, 32, subtiles=2, group_rows=2, warps=1, stages=1)
 _GIVEN = Settings(64, 64, 16, subtiles=1, stages=1)
 _AMD = {
     "half": Settings(128, 128, 32, subtiles=8, stages=2),
-    "tf32": Settings(128, 128, 16, subtiles=8, stages=2),
+    "tf32": Settings(128, 64, 16, subtiles=4, stages=2),
     "given": _GIVEN,
 }
 # For bf16/fp16, for float32 multiplied as tf32, and for dot products that are given.
