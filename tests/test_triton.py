@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
 from megabatch import reference
+from megabatch.backends import backend as backend_module
 from megabatch.backends import triton_backend, triton_settings, workspace
 from megabatch.backends.eager import Eager
 from megabatch.backends.triton_backend import Triton
@@ -161,7 +163,7 @@ def limit_kept(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 @contextmanager
 def settings(chosen: triton_settings.Settings) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(triton_settings.DEFAULTS, "interpreter", dict.fromkeys(("half", "tf32", "ieee"), chosen))
+        patch.setitem(triton_settings.DEFAULTS, "interpreter", dict.fromkeys(("half", "tf32", "given"), chosen))
         yield
 
 
@@ -390,7 +392,11 @@ SHAPES = {
 
 @pytest.mark.parametrize(("chosen", "loss"), cycled(SHAPES, ["clip_loss", "siglip_loss", "supcon_loss"]))
 @pytest.mark.usefixtures("nothing_kept")
-def test_the_blocks_of_every_architecture_equal_eager(chosen: triton_settings.Settings, loss: str) -> None:
+def test_the_blocks_of_every_architecture_equal_eager(
+    chosen: triton_settings.Settings, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if SHAPES[chosen] == "tf32":  # which the interpreter multiplies exactly
+        monkeypatch.setattr(triton_backend, "float32_precision", lambda device: "tf32")
     inputs = make_inputs(loss, chosen.rows + 5, 70, torch.float32)
     inputs = cast(inputs, torch.float16) if SHAPES[chosen] == "half" else inputs
     with settings(chosen):
@@ -719,9 +725,11 @@ def new_backend(spec: specs.Spec, changes: dict[str, Any] | None = None, **optio
             known = {name: value for name, value in (changes or {}).items() if name in arguments}
             super()._start(kernel, (changes or {}).get("programs", programs), arguments | known)
 
-    return Changed(
-        spec, 1.0, 0.0, torch.float32, options.pop("operand_dtype", torch.float32), torch.device("cpu"), **options
-    )
+    operand_dtype, kind = options.pop("operand_dtype", torch.float32), options.pop("kind", None)
+    scale, bias = options.pop("scale", 1.0), options.pop("bias", 0.0)
+    backend = Changed(spec, scale, bias, torch.float32, operand_dtype, torch.device("cpu"), **options)
+    backend.kind = kind or backend.kind
+    return backend
 
 
 def new_tile(spec: specs.Spec, sides: tuple[int, int], far_state: bool = False) -> Tile:
@@ -744,10 +752,10 @@ def test_dot_products_and_dlogits_may_lie_beyond_32_bits() -> None:
     spec = specs.siglip("ignore")
     tile = new_tile(spec, (3, 64))
     expected, dots = new_backend(spec).dlogits(tile), tile.rows.features @ tile.columns.features.T
-    assert expected is not None
+    expected = expected.clone()
     far = reserved((3, 64), (2**30, 1), torch.float32)
-    changes = {"dots": far, "num_columns": 2**30, "BLOCK_COLUMNS": 64, "programs": 1}
-    new_backend(spec, changes).scores(tile)
+    changes = {"dots": far, "dots_stride": 2**30, "num_columns": 2**30, "BLOCK_COLUMNS": 64, "programs": 1}
+    new_backend(spec, changes, kind="tf32").scores(tile)
     torch.testing.assert_close(far, dots)
     dlogits = new_backend(spec, changes).dlogits(tile, torch.zeros(3 * 64))
     torch.testing.assert_close(dlogits, expected)
@@ -806,8 +814,7 @@ def test_partial_statistics_may_lie_beyond_32_bits() -> None:
     of_rows = reserved((2, 3, 32), (3 * num_rows, num_rows, 1), torch.float32)
     of_columns = reserved((2, num_columns), (num_rows // 32 * num_columns, 1), torch.float32)
     changes = {"num_rows": num_rows, "GROUP_ROWS": 1}
-    slots = (True, True, False, False, False, False, False)
-    new_backend(spec, changes)._run(tile, x_partials=of_rows, y_partials=of_columns, SLOTS=slots)
+    new_backend(spec, changes)._run(tile, {"x_partials": of_rows, "y_partials": of_columns})
     blocks = logits.view(32, 3, 32)
     max_ = blocks.amax(2)
     torch.testing.assert_close(of_rows, torch.stack([max_, (blocks - max_[:, :, None]).exp().sum(2)]).mT)
@@ -822,11 +829,11 @@ def test_partial_statistics_are_merged_from_beyond_32_bits() -> None:
     partials = reserved((2, 3, 32), (3 * length, length, 1), torch.float32)
     partials[0] = torch.randn(3, 32)
     partials[1] = torch.rand(3, 32) + 1
-    backend = new_backend(spec, {"length": length, "num_blocks": 3, "programs": 1})
+    backend = new_backend(spec, {"x_length": length, "x_blocks": 3, "programs": 1})
     # As if the rest of these rows were there: what belongs to row 32 is read, and written behind what is looked at.
     table = torch.zeros(len(tile.rows.state.names), 64, dtype=torch.float64)
     tile.rows.state = State(tile.rows.state.names, table[:, :32]).reset()
-    backend._merge(tile, "x", partials, positives=False)
+    backend._merge(tile, {"x_partials": partials})
     state = tile.rows.state
     found = state["max"] + state["sum_exp"].log()
     torch.testing.assert_close(found, (partials[0].double() + partials[1].double().log()).logsumexp(0))
@@ -864,11 +871,209 @@ def test_every_run_gives_the_same_bits(loss: str, dtype: torch.dtype, request: p
     assert_same_bits(*found)
 
 
+# ---- launches
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations that are launches on a GPU: views and fresh memory are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = [argument.alias_info for argument in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and not func.name().startswith("aten::empty"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels and library products, as they start, for nothing."""
+    names: list[str] = []
+    monkeypatch.setattr(Triton, "_start", lambda self, kernel, programs, arguments: names.append(kernel.fn.__name__))
+    monkeypatch.setattr(backend_module, "multiply", lambda *how, **options: names.append("product"))
+    monkeypatch.setattr(triton_backend, "multiply", lambda *how, **options: names.append("product"))
+    return names
+
+
+SPECS = [specs.clip("positive", 0.1), specs.info_nce("mask", 0.0), specs.siglip("ignore"), specs.supcon(0.0)]
+PARTS: dict[torch.dtype, tuple[list[str], list[str]]] = {
+    torch.bfloat16: (["tile_kernel", "merge_kernel"], ["tile_kernel", "product", "product"]),
+    torch.float32: (["product", "tile_kernel", "merge_kernel"], ["product", "tile_kernel", "product", "product"]),
+}
+
+
+def tensor_backend(spec: specs.Spec, dtype: torch.dtype = torch.float32, **options: Any) -> Triton:
+    """With scale and bias that only the device knows."""
+    scalars = {"scale": torch.tensor(3.0, dtype=torch.float64), "bias": torch.tensor(-0.5, dtype=torch.bfloat16)}
+    return new_backend(spec, None, operand_dtype=dtype, sum_for_scale=True, sum_for_bias=True, **scalars | options)
+
+
+def tile_of(spec: specs.Spec, dtype: torch.dtype, stats: bool = True) -> Tile:
+    tile = new_tile(spec, (37, 40))
+    names = state_fields(spec, stats)
+    for block in (tile.rows, tile.columns):
+        block.features, block.ids = block.features.to(dtype), torch.arange(len(block))
+        block.state = State(names, torch.zeros(len(names), len(block), dtype=torch.float64)).reset()
+    tile.rows.target_offset = 0 if spec.has_targets else None
+    return tile
+
+
+@pytest.mark.parametrize("dtype", PARTS, ids=named)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_tile_is_two_launches_and_its_products(spec: specs.Spec, dtype: torch.dtype, launches: list[str]) -> None:
+    """With statistics and sums for scale and bias. Where float32 was kept, its product is not there either."""
+    backend, tile = tensor_backend(spec, dtype, stats=True), tile_of(spec, dtype)
+    memory, parts = torch.zeros(37 * 48), PARTS[dtype]
+    for kept in (None, memory):
+        for later in (False, True):
+            with Operations() as others:
+                backend.accumulate_statistics(tile, kept)
+                forward = launches.copy()
+                launches.clear()
+                backend.accumulate_gradients(tile, kept)
+            if later:  # the first tile fills what the blocks and the backend keep
+                assert others.names == []
+                assert forward == parts[0]
+                assert launches == (parts[1] if kept is None else PARTS[torch.bfloat16][1])
+            launches.clear()
+
+
+@pytest.mark.parametrize("dtype", PARTS, ids=named)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.usefixtures("launches")
+def test_the_host_reads_no_scale_and_no_bias(spec: specs.Spec, dtype: torch.dtype) -> None:
+    backend, tile = tensor_backend(spec, dtype, stats=True), tile_of(spec, dtype)
+    with Operations() as operations:
+        backend.accumulate_statistics(tile)
+        backend.accumulate_gradients(tile)
+        backend.scores(tile)
+        assert backend.scalar_sums.shape == (2,)
+    assert "aten::stack" in operations.names
+    assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"} & set(operations.names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_scale_and_bias_may_be_tensors(spec: specs.Spec, dtype: torch.dtype) -> None:
+    found = []
+    for scalars in ({}, {"scale": 3.0, "bias": -0.5}):
+        torch.manual_seed(0)
+        backend, tile = tensor_backend(spec, dtype, **scalars), tile_of(spec, dtype, stats=False)
+        backend.accumulate_statistics(tile)
+        found.append([tile.rows.state.table, backend.dlogits(tile).clone(), backend.scores(tile).clone()])
+        found[-1].append(backend.scalar_sums)
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert all(value.isfinite().all() for value in found[0])
+
+
+def test_what_all_tiles_share_is_prepared_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *how: (asked.append(name), original(*how))[1])
+
+    for name in ("architecture", "defaults", "tuned"):
+        spy(triton_settings, name)
+    spy(triton_backend, "import_module")
+    spy(triton_settings.Settings, "arguments")
+    backend, tile = tensor_backend(SPECS[0]), tile_of(SPECS[0], torch.float32, stats=False)
+    for index in range(3):
+        backend.accumulate_statistics(tile)
+        backend.accumulate_gradients(tile)
+        if index == 0:
+            assert {"architecture", "defaults", "tuned", "import_module", "arguments"} == set(asked)
+            asked.clear()
+    assert asked == []
+    assert launches.count("tile_kernel") == 6
+
+
+def test_sums_for_the_scale_grow_with_the_tiles() -> None:
+    """A later tile has more programs than the first, and one has fewer."""
+    spec, backend = specs.siglip("ignore"), tensor_backend(specs.siglip("ignore"))
+    expected = torch.zeros(2, dtype=torch.float64)
+    for sides in ((5, 7), (70, 90), (40, 3)):
+        tile = new_tile(spec, sides)
+        dlogits = backend.dlogits(tile).double()
+        dots = tile.rows.features.double() @ tile.columns.features.double().T
+        expected += torch.stack([(dlogits * dots).sum(), dlogits.sum()])
+        torch.testing.assert_close(backend.scalar_sums, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_float32_is_multiplied_by_a_library_straight_into_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    start = Triton._start
+    monkeypatch.setattr(Triton, "_start", lambda self, *how: (given.append(how[2]), start(self, *how))[1])
+    tile, kept = tile_of(SPECS[1], torch.float32, stats=False), torch.zeros(37 * 48)
+    with Operations() as operations:
+        new_backend(SPECS[1]).accumulate_statistics(tile, kept)
+    assert operations.names.count("aten::addmm.out") == 1
+    assert given[0].get("x") is None
+    assert given[0]["dots"].data_ptr() == kept.data_ptr()
+    torch.testing.assert_close(given[0]["dots"], tile.rows.features @ tile.columns.features.T)
+
+
+def test_dlogits_take_the_place_of_products_unless_those_are_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    start = Triton._start
+    monkeypatch.setattr(Triton, "_start", lambda self, *how: (given.append(how[2]), start(self, *how))[1])
+    for diagonal in (False, True):
+        tile, backend = tile_of(SPECS[3], torch.float32, stats=False), new_backend(SPECS[3])
+        tile = Tile(tile.rows, tile.rows, is_diagonal=True) if diagonal else tile
+        backend.accumulate_statistics(tile)
+        backend.dlogits(tile)
+        assert (given[-1]["dots"].data_ptr() == given[-1]["dlogits"].data_ptr()) == (not diagonal)
+
+
+def test_a_diagonal_tile_is_symmetric_however_a_library_rounds() -> None:
+    rows = tile_of(SPECS[3], torch.float32, stats=False).rows
+    tile, backend, kept = Tile(rows, rows, is_diagonal=True), new_backend(SPECS[3]), torch.rand(37 * 48)
+    backend.accumulate_statistics(tile)
+    dlogits = backend.dlogits(tile, kept)
+    torch.testing.assert_close(dlogits, dlogits.T)
+
+
+@pytest.mark.parametrize("gap", [0.0, 40.0, 70.0, 200.0])
+@pytest.mark.parametrize("side", ["rows", "columns", "both"])
+@pytest.mark.parametrize("spec", [specs.clip("ignore", 0.0), specs.clip("mask", 0.1)], ids=str)
+def test_an_exponential_that_rows_and_columns_share_is_as_good(spec: specs.Spec, side: str, gap: float) -> None:
+    """In a tile without positives. Every second row, or column, lies so far below the others."""
+    tile = tile_of(spec, torch.float32, stats=False)
+    tile.rows.target_offset, tile.columns.ids = None, torch.arange(40).roll(7)
+    for block, name in ((tile.rows, "rows"), (tile.columns, "columns")):
+        block.features[:, 0] = 1.0
+        other = 1 if name == "rows" else 2
+        block.features[:, 1], block.features[:, 2] = float(other == 2), float(other == 1)
+        if side in (name, "both"):
+            block.features[::2, other] = -gap
+    backend = new_backend(spec)
+    backend.accumulate_statistics(tile)
+    for block in (tile.rows, tile.columns):
+        block.state.table.nan_to_num_()
+    logits = tile.rows.features.double() @ tile.columns.features.double().T
+    if spec.id_rule == "mask":
+        logits.masked_fill_(tile.rows.ids[:, None] == tile.columns.ids[None, :], -torch.inf)
+    expected = logits.softmax(1) + logits.softmax(0)
+    if spec.label_smoothing:
+        there = logits.isfinite()
+        expected -= 0.1 * (1 / there.sum(1, keepdim=True) + 1 / there.sum(0, keepdim=True))
+        expected.masked_fill_(~there, 0.0)
+    ours = backend.dlogits(tile).double()
+    assert (ours - expected).abs().max() <= 4 * EPS[torch.float32] * (gap + 4)
+    for dim in (0, 1):  # small rows, too, have all their digits
+        torch.testing.assert_close(ours.sum(dim), expected.sum(dim), rtol=1e-4, atol=1e-5)
+
+
 # ---- retrieval, and ranks
 
 
 @pytest.mark.usefixtures("by_triton")
-def test_retrieval() -> None:
+def test_retrieval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "float32_precision", lambda device: "tf32")  # in full precision no kernel runs
     test_retrieval_.test_ranks_equal_the_dense_answer((70, 130, 65), 64)
     test_retrieval_.test_ranks_equal_the_dense_answer((3, 5, 7), None)
     test_retrieval_.test_equal_keys_tie_wherever_they_lie((20, 130, 65))

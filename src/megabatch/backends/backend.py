@@ -141,14 +141,28 @@ class Backend(ABC):
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """out = alpha * left @ right + beta * out, accumulated in the dtype of `out`."""
+    """out = alpha * left @ right + beta * out, accumulated in the dtype of `out`. One launch on accelerators, two where
+    this torch cannot add a product of bf16/fp16 to float32."""
     if left.dtype == out.dtype:
         return torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
     if left.device.type == "cpu":  # which cannot multiply bf16 or fp16 into float32
         product = torch.mm(left.to(out.dtype), right.to(out.dtype))
+    elif accumulates_half_products(left.device):
+        return torch.addmm(out, left, right, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
     else:
         product = torch.mm(left, right, out_dtype=out.dtype)
     return torch.add(out, product, alpha=alpha, out=out) if beta else torch.mul(product, alpha, out=out)
+
+
+@cache
+def accumulates_half_products(device: torch.device) -> bool:
+    """Whether a product of bf16/fp16 can be added to float32. Older versions of torch add it to its own dtype only."""
+    half, out = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    try:
+        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 @cache

@@ -1,12 +1,16 @@
 """The triton backend: a kernel per tile whose epilogue is the loss, and library products for the gradients.
 
 Forward: a blocked matrix product reduces each block to partial statistics; a second, small kernel merges them.
-Backward: the same product, whose epilogue writes the dlogits, and two library products. For NVIDIA GPUs from compute
-capability 8.0 and AMD GPUs; no GPU has run it yet. Tests run it on CPU tensors under TRITON_INTERPRET=1.
+Backward: the same product, whose epilogue writes the dlogits, and two library products. Float32 in full precision, for
+which NVIDIA has no matrix instruction, is multiplied by a library product too, and the kernel starts from that. The
+host reads nothing from the device, and a tile is two launches and its library products.
+
+For NVIDIA GPUs from compute capability 8.0 and AMD GPUs; no GPU has run it yet. Tests run it on CPU tensors under
+TRITON_INTERPRET=1.
 """
 
 import math
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,12 +20,14 @@ from torch import Tensor
 
 from ..losses.block import Block, Tile
 from ..losses.spec import Spec
+from ..losses.state import state_fields
 from . import triton_settings
-from .backend import Backend, float32_precision, supports_half_products
-from .triton_settings import ELEMENTWISE, Settings
+from .backend import Backend, float32_precision, multiply, supports_half_products
+from .triton_settings import Settings
 from .workspace import shaped
 
 NUM_SLOTS = 7  # for partial statistics of a row or a column of one block, as the kernels number them
+MERGED_ROWS = 32  # by one program
 
 
 def _import_trouble() -> str:
@@ -62,10 +68,12 @@ class Triton(Backend):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.architecture = triton_settings.architecture(self.device)
-        self._precision = triton_settings.precision(float32_precision(self.device), self.architecture)
-        self.kind = self._precision if self.operand_dtype == torch.float32 else "half"
+        precision = triton_settings.precision(float32_precision(self.device), self.architecture)
+        self.kind = "half" if self.operand_dtype != torch.float32 else "tf32" if precision == "tf32" else "given"
         self.settings: Settings | None = None
         self._keeps_dlogits = self.one_pass and self.spec.epilogue == "sigmoid"
+        self._prepared: dict[tuple[Any, ...], tuple[Settings, dict[str, Any]]] = {}
+        self._sums: list[Tensor] = []  # two per program of the tile kernel, of all tiles so far; the last ones are used
 
     @staticmethod
     def suits(device: torch.device) -> bool:
@@ -102,111 +110,178 @@ class Triton(Backend):
 
     @staticmethod
     def tile_bytes(spec: Spec, rows: int, columns: int, element: int, operand: int, sum_for_scale: bool) -> int:
-        """Dlogits, which a sigmoid loss may write where logits are kept, and partial statistics by blocks of 64."""
-        partials = NUM_SLOTS * (rows * -(-columns // 64) + columns * -(-rows // 64))
+        """Dlogits, which a sigmoid loss may write where logits are kept and which overwrite the dot products of a
+        library, if those are not read twice; by blocks of 64, partial statistics and sums."""
+        down, across = -(-rows // 64), -(-columns // 64)
+        small = NUM_SLOTS * (rows * across + columns * down) * torch.float32.itemsize + 2 * down * across * 8
         dlogits = element if spec.epilogue == "sigmoid" else operand
-        return rows * _aligned(columns) * dlogits + partials * torch.float32.itemsize
+        dots = element if spec.symmetric and operand == element else 0
+        return rows * _aligned(columns) * (dlogits + dots) + small
 
     # ---- tiles
 
     def accumulate_statistics(self, tile: Tile, kept: Tensor | None = None) -> None:
+        of_columns = self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec)
         down, across = _num_blocks(tile, self.settings_for(tile))
-        maxima, smoothing = self.spec.epilogue == "softmax" or self.stats, self.spec.label_smoothing > 0
-        positives = maxima and (_has_targets(tile) or self._id_rule(tile) == "positive")
-        slots = maxima, True, positives, positives, smoothing, smoothing, positives and self.stats
-        partials = {"x": self._buffer("row partials", (NUM_SLOTS * across, len(tile.rows)), torch.float32)}
-        if self.stats if self.spec.epilogue == "sigmoid" else tile.has_column_statistics(self.spec):
-            partials["y"] = self._buffer("column partials", (NUM_SLOTS * down, len(tile.columns)), torch.float32)
-        outputs: dict[str, Any] = {f"{side}_partials": memory for side, memory in partials.items()}
+        partials = {"x_partials": self._buffer("row partials", (NUM_SLOTS * across, len(tile.rows)), torch.float32)}
+        if of_columns:
+            shape = NUM_SLOTS * down, len(tile.columns)
+            partials["y_partials"] = self._buffer("column partials", shape, torch.float32)
         if kept is not None and self._keeps_dlogits:
-            outputs["dlogits"] = self._dlogits_memory(tile, kept)
-        elif kept is not None:
-            outputs["dots"] = shaped(kept, tile.shape)
-        self._run(tile, gradients="dlogits" in outputs, SLOTS=slots, **outputs)
-        for side, memory in partials.items():
-            self._merge(tile, side, memory, positives)
+            self._run(tile, partials, dlogits=self._matrix(tile, self.operand_dtype, kept))
+        else:
+            self._run(tile, partials, dots=None if kept is None else self._matrix(tile, torch.float32, kept))
+        self._merge(tile, partials)
 
     def accumulate_gradients(self, tile: Tile, kept: Tensor | None = None) -> None:
-        dlogits = self.dlogits(tile, kept)
-        if dlogits is not None:
-            self._multiply_dlogits(tile, dlogits)
+        self._multiply_dlogits(tile, self.dlogits(tile, kept))
 
-    def dlogits(self, tile: Tile, kept: Tensor | None = None) -> Tensor | None:
-        """dS * dlogits_scale in the operands' dtype; None where no features need it. Adds to `scalar_sums`."""
+    def dlogits(self, tile: Tile, kept: Tensor | None = None) -> Tensor:
+        """dS * dlogits_scale in the operands' dtype. Adds to `scalar_sums`."""
         if kept is not None and self._keeps_dlogits:
-            return self._dlogits_memory(tile, kept)
-        needed = tile.rows.grad is not None or tile.columns.grad is not None
-        dlogits = self._dlogits_memory(tile) if needed else None
-        dots = None if kept is None else shaped(kept, tile.shape)
-        self._run(tile, gradients=True, dlogits=dlogits, dots=dots)
+            return self._matrix(tile, self.operand_dtype, kept)
+        dlogits = self._matrix(tile, self.operand_dtype)
+        dots = None if kept is None else self._matrix(tile, torch.float32, kept)
+        self._run(tile, {}, dlogits=dlogits, dots=dots)
         return dlogits
 
     def scores(self, tile: Tile) -> Tensor:
         out = self._buffer("scores", tile.shape, torch.float32)
-        self._run(tile, dots=out)
-        if self.scale != 1:
-            out.mul_(self.scale)
-        return out.add_(self.bias) if self.bias else out
+        if self.kind == "given":
+            multiply(self._operand("rows", tile.rows), self._operand("columns", tile.columns).T, out=out)
+        else:
+            self._run(tile, {}, dots=out)
+        scale, bias = self._scale_and_bias
+        if isinstance(scale, Tensor) or scale != 1:
+            out.mul_(scale)
+        return out.add_(bias) if isinstance(bias, Tensor) or bias else out
 
-    def _dlogits_memory(self, tile: Tile, memory: Tensor | None = None) -> Tensor:
-        """Of the shape of a tile, with rows aligned for vector stores if there is room for that."""
+    @property
+    def scalar_sums(self) -> Tensor:
+        sums = [slots.sum(0) for slots in self._sums]
+        return torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def _matrix(self, tile: Tile, dtype: torch.dtype, memory: Tensor | None = None, name: str = "dlogits") -> Tensor:
+        """Of the shape of a tile, with rows aligned for vector access if there is room for that."""
         rows, columns = tile.shape
         if memory is None:
-            memory = self._buffer("dlogits", (rows, _aligned(columns)), self.operand_dtype)
-        memory = memory.view(-1).view(self.operand_dtype)
+            memory = self._buffer(name, (rows, _aligned(columns)), dtype)
+        memory = memory.view(-1).view(dtype)
         stride = _aligned(columns) if rows * _aligned(columns) <= memory.numel() else columns
         return shaped(memory, (rows, stride))[:, :columns]
 
     # ---- launches
 
-    def _run(self, tile: Tile, gradients: bool = False, **outputs: Any) -> None:
-        """The tile kernel. Dots among the outputs of gradients are an input: what those are computed from."""
-        from .triton_kernels import tile_kernel
-
-        rows, columns, spec = tile.rows, tile.columns, self.spec
-        dlogits, multiplies = outputs.get("dlogits"), outputs.get("dots") is None or not gradients
-        settings = self.settings_for(tile) if multiplies else ELEMENTWISE
-        num_programs, sums = math.prod(_num_blocks(tile, settings)), None
-        if gradients and (self.sum_for_scale or self.sum_for_bias):
-            sums = self._buffer("sums", (num_programs, 2), torch.float32)
+    def _run(
+        self, tile: Tile, partials: dict[str, Tensor], dlogits: Tensor | None = None, dots: Tensor | None = None
+    ) -> None:
+        """The tile kernel. Dots that come with dlogits are what those are computed from; others are written."""
+        rows, columns, sums = tile.rows, tile.columns, None
+        kept, multiplies = dlogits is not None and dots is not None, False
+        operands: dict[str, Any] = {}
+        if self.kind == "given":
+            operands, x, y = self._features(tile)
+            if not kept:
+                if dots is None:  # those of a diagonal tile are read twice: where dlogits go, some would be too late
+                    in_place = None if tile.is_diagonal else dlogits
+                    dots = self._matrix(tile, torch.float32, name="dots") if in_place is None else in_place
+                self._product(x, y, dots)
+        elif not kept:
+            operands, x, y = self._features(tile)
+            operands |= {"x": x, "y": y, "width": x.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0)}
+            multiplies = True
+        settings, constants = self._prepare(tile, multiplies, bool(partials))
+        num_programs = math.prod(_num_blocks(tile, settings))
+        if dlogits is not None:
+            operands |= self._row_terms("x", rows) | (self._row_terms("y", columns) if self.spec.two_sided else {})
+            sums = self._sums_for(num_programs)
         arguments = {
             "num_rows": len(rows),
             "num_columns": len(columns),
-            "scale": float(self.scale),
-            "bias": float(self.bias),
-            "EPILOGUE": spec.epilogue,
-            "ID_RULE": self._id_rule(tile),
-            "DIAGONAL": tile.is_diagonal,
-            "DLOGITS_SCALE": self.dlogits_scale,
-            "EVEN_WIDTH": rows.features.shape[1] % settings.width == 0,
-            "PRECISION": self._precision,
-            **settings.arguments(),
-            **(self._features(tile) if multiplies else {}),
             "x_ids": rows.ids,
             "y_ids": columns.ids,
             "targets": rows.targets,
-            "target_offset": (rows.target_offset or 0) - columns.offset if _has_targets(tile) else None,
-            "label_smoothing": spec.label_smoothing or None,
-            **(self._row_terms("x", rows) if gradients else {}),
-            **(self._row_terms("y", columns) if gradients and spec.two_sided else {}),
-            **outputs,
+            "target_offset": _target_offset(tile),
+            **operands,
+            **partials,
+            "dots": dots,
+            "dots_stride": None if dots is None else dots.stride(0),
+            "dlogits": dlogits,
             "dlogits_stride": None if dlogits is None else dlogits.stride(0),
             "sums": sums,
         }
-        options = spec.label_smoothing or self.stats or rows.inverse_norm is not None
-        large = bool(options) or arguments["ID_RULE"] != "ignore" or self.operand_dtype == torch.float32
-        self._launch(tile_kernel, num_programs, arguments, large)
-        if sums is not None:
-            # The dlogits of a diagonal tile serve both triangles, and both are in it.
-            self.scalar_sums.add_(sums.sum(0, dtype=torch.float64), alpha=0.5 if tile.is_diagonal else 1.0)
+        self._start(self._kernels.tile_kernel, num_programs, constants | arguments)
 
-    def _features(self, tile: Tile) -> dict[str, Any]:
-        """What is multiplied. Normalised after the product, in float32, unless it must be copied before."""
+    def _product(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        multiply(x, y.T, out=out)
+
+    def _prepare(self, tile: Tile, multiplies: bool, statistics: bool) -> tuple[Settings, dict[str, Any]]:
+        """What is the same for all tiles of a kind."""
+        id_rule, settings = self._id_rule(tile), self.settings_for(tile)
+        kind = settings, multiplies, statistics, tile.is_diagonal, id_rule, self._has_positives(tile)
+        if kind not in self._prepared:
+            if not multiplies and self.kind != "given":
+                settings = triton_settings.defaults(self.architecture, "given")
+            spec, rows = self.spec, tile.rows
+            options = spec.label_smoothing or self.stats or rows.inverse_norm is not None or id_rule != "ignore"
+            constants = {
+                "scalars": self._scalars,
+                "EPILOGUE": spec.epilogue,
+                "ID_RULE": id_rule,
+                "DIAGONAL": tile.is_diagonal,
+                "DLOGITS_SCALE": self.dlogits_scale,
+                "EVEN_WIDTH": not multiplies or rows.features.shape[1] % settings.width == 0,
+                "SLOTS": self._slots(tile) if statistics else None,
+                "label_smoothing": spec.label_smoothing or None,
+                **settings.arguments(),
+                **self._options(bool(options) or self.operand_dtype == torch.float32),
+            }
+            self._prepared[kind] = settings, constants
+        return self._prepared[kind]
+
+    def _options(self, large: bool = True) -> dict[str, Any]:
+        # No fused multiply-add: forward and backward must round logits alike. Without maxnreg, NVIDIA's assembler
+        # spills a few registers of a large kernel to fit one more block.
+        nvidia = large and self.architecture.startswith("sm_")
+        return {"enable_fp_fusion": False, **({"maxnreg": 255} if nvidia else {})}
+
+    @cached_property
+    def _kernels(self) -> Any:
+        return import_module(".triton_kernels", __package__)
+
+    @cached_property
+    def _scalars(self) -> Tensor:
+        """Scale and bias, where kernels read them."""
+        how: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        both = self._scale_and_bias
+        return torch.stack([x.to(**how) if isinstance(x, Tensor) else torch.full((), x, **how) for x in both])
+
+    @property
+    def _scale_and_bias(self) -> tuple[float | Tensor, float | Tensor]:
+        """Tensors where only the device knows them: no host may wait for their values."""
+        return self.scale, self.bias
+
+    def _slots(self, tile: Tile) -> tuple[bool, ...]:
+        """The partial statistics that the loss has."""
+        spec = self.spec
+        maxima, smoothing = spec.epilogue == "softmax" or self.stats, spec.label_smoothing > 0
+        positives = maxima and self._has_positives(tile)
+        return maxima, True, smoothing, smoothing, positives, positives, positives and self.stats
+
+    def _sums_for(self, num_programs: int) -> Tensor | None:
+        """Zeros at first. Kernels of one stream follow each other: a program adds to what the last tile left."""
+        if not (self.sum_for_scale or self.sum_for_bias):
+            return None
+        if not self._sums or len(self._sums[-1]) < num_programs:
+            self._sums.append(torch.zeros(num_programs, 2, dtype=torch.float64, device=self.device))
+        return self._sums[-1]
+
+    def _features(self, tile: Tile) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """What is multiplied, after the norms. Normalised after the product, unless it must be copied before."""
         x, y = tile.rows.features, tile.columns.features
-        norms = {"x_norm": tile.rows.inverse_norm, "y_norm": tile.columns.inverse_norm}
         if any(features.dtype != self.operand_dtype or features.stride(1) != 1 for features in (x, y)):
-            x, y, norms = self._operand("rows", tile.rows), self._operand("columns", tile.columns), {}
-        return {"x": x, "y": y, "width": x.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), **norms}
+            return {}, self._operand("rows", tile.rows), self._operand("columns", tile.columns)
+        return {"x_norm": tile.rows.inverse_norm, "y_norm": tile.columns.inverse_norm}, x, y
 
     def _row_terms(self, side: str, block: Block) -> dict[str, Tensor]:
         """What the dlogits of a row (x) or a column (y) depend on."""
@@ -221,28 +296,39 @@ class Triton(Backend):
         """What ids mean in this tile."""
         return "ignore" if tile.rows.ids is None or tile.columns.ids is None else self.spec.id_rule
 
-    def _merge(self, tile: Tile, side: str, partials: Tensor, positives: bool) -> None:
-        """Add the partial statistics of the rows (x) or columns (y) of a tile to their state."""
-        from .triton_kernels import merge_kernel
+    def _has_positives(self, tile: Tile) -> bool:
+        """Whether there may be some. Explicit targets, and ids, are only known to the device."""
+        return tile.rows.targets is not None or tile.targets is not None or self._id_rule(tile) == "positive"
 
-        block = tile.rows if side == "x" else tile.columns
-        names = [name for name in block.state.names if positives or "positive" not in name]
-        if side == "y" and self.spec.epilogue == "sigmoid":  # whose losses are those of rows
-            names = [name for name in names if name.startswith("top")]
-        sizes = {"length": len(block), "num_blocks": len(partials) // NUM_SLOTS, "BLOCKS": 16, "ROWS": 32}
-        fields = {f"{name}_at": block.state[name] for name in names}
-        self._launch(merge_kernel, -(-len(block) // 32), {"partials": partials, **sizes, **fields, "num_warps": 4})
+    def _merge(self, tile: Tile, partials: dict[str, Tensor]) -> None:
+        """Add the partial statistics of a tile to the states of its rows and columns."""
+        arguments: dict[str, Any] = {"positives": int(self._has_positives(tile))}
+        num_programs = 0
+        for side, memory in partials.items():
+            block = tile.rows if side == "x_partials" else tile.columns
+            arguments |= {
+                side: memory,
+                f"{side[0]}_blocks": len(memory) // NUM_SLOTS,
+                f"{side[0]}_state": block.state.table,
+                f"{side[0]}_stride": block.state.table.stride(0),
+                f"{side[0]}_length": len(block),
+            }
+            num_programs += -(-len(block) // MERGED_ROWS)
+        self._start(self._kernels.merge_kernel, num_programs, self._merge_constants | arguments)
 
-    def _launch(self, kernel: Any, num_programs: int, arguments: dict[str, Any], large: bool = True) -> None:
-        # No fused multiply-add: forward and backward must round logits alike.
-        options: dict[str, Any] = {"enable_fp_fusion": False}
-        if large and self.architecture.startswith("sm_"):
-            # Without it, NVIDIA's assembler spills a few registers of a large kernel to fit one more block.
-            options["maxnreg"] = 255
-        self._start(kernel, num_programs, arguments | options)
+    @cached_property
+    def _merge_constants(self) -> dict[str, Any]:
+        """With the rows of a state's table where its fields are."""
+        names, fields = state_fields(self.spec, self.stats), self._kernels.FIELDS
+        places = tuple(names.index(name) if name in names else None for name in fields)
+        # The losses of a sigmoid loss are those of rows.
+        tops = (place if name.startswith("top") else None for name, place in zip(fields, places, strict=True))
+        of_columns = places if self.spec.epilogue == "softmax" else tuple(tops)
+        sizes = {"BLOCKS": 16, "ROWS": MERGED_ROWS, "num_warps": 4}
+        return {"X_PLACES": places, "Y_PLACES": of_columns, **sizes, **self._options()}
 
     def _start(self, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
-        """The one place where a kernel starts: the place for prepared launches."""
+        """The one place where a kernel starts."""
         with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             kernel[(num_programs,)](**arguments)
 
@@ -254,20 +340,32 @@ class Triton(Backend):
         return self.settings
 
     def tuning_key(self, tile: Tile) -> str:
-        """What kernels differ in."""
-        width, normalize = tile.rows.features.shape[1], tile.rows.inverse_norm is not None
-        words = [self.architecture, self.kind, f"D={width}", self.spec.epilogue, f"ids={self.spec.id_rule}"]
-        words += [f"two_sided={self.spec.two_sided}", f"smoothing={self.spec.label_smoothing > 0}"]
-        return " ".join([*words, f"normalize={normalize}", f"stats={self.stats}"])
+        """What the kernels of a call differ in. What only some of its tiles have is not here: all have one setting."""
+        rows, spec = tile.rows, self.spec
+        targets = "explicit" if rows.targets is not None else "consecutive" if spec.has_targets else "none"
+        words = {
+            "D": rows.features.shape[1],
+            "epilogue": spec.epilogue,
+            "ids": spec.id_rule,
+            "targets": targets,
+            "two_sided": spec.two_sided,
+            "smoothing": spec.label_smoothing > 0,
+            "normalize": rows.inverse_norm is not None,
+            "stats": self.stats,
+            "sums": self.sum_for_scale or self.sum_for_bias,
+            "one_pass": self._keeps_dlogits,
+        }
+        return " ".join([self.architecture, self.kind, *(f"{name}={value}" for name, value in words.items())])
 
 
 def _num_blocks(tile: Tile, settings: Settings) -> tuple[int, int]:
     return -(-len(tile.rows) // settings.rows), -(-len(tile.columns) // settings.columns)
 
 
-def _has_targets(tile: Tile) -> bool:
-    """Whether targets may lie in this tile. Explicit ones are only known to the device."""
-    return tile.rows.targets is not None or tile.targets is not None
+def _target_offset(tile: Tile) -> int | None:
+    """From a row's number, or from its explicit target, to the column of its positive. None: no target is here."""
+    here = tile.rows.targets is not None or tile.targets is not None
+    return (tile.rows.target_offset or 0) - tile.columns.offset if here else None
 
 
 def _aligned(columns: int) -> int:

@@ -42,19 +42,23 @@ class Settings:
 
 
 _INTERPRETED = Settings(32, 32, 32, subtiles=2, group_rows=2, warps=1, stages=1)  # small tests have several blocks
-_FMA = Settings(64, 64, 16, subtiles=4)
-_AMD_FLOAT32 = Settings(128, 128, 16, subtiles=8, stages=2)
-# For bf16/fp16, for float32 multiplied as tf32, and for float32 in full precision.
-DEFAULTS = {
-    "sm_80": {"half": Settings(128, 64, 64, subtiles=2), "tf32": Settings(128, 64, 32, subtiles=2), "ieee": _FMA},
-    "sm_86": {"half": Settings(128, 64, 32, subtiles=2), "tf32": Settings(128, 64, 16, subtiles=2), "ieee": _FMA},
-    "sm_90": {"half": Settings(128, 128, 64, subtiles=8), "tf32": Settings(128, 128, 32, subtiles=8), "ieee": _FMA},
-    "sm_100": {"half": Settings(128, 64, 64, subtiles=4), "tf32": Settings(128, 64, 32, subtiles=4), "ieee": _FMA},
-    "gfx942": {"half": Settings(128, 128, 32, subtiles=8, stages=2), "tf32": _AMD_FLOAT32, "ieee": _AMD_FLOAT32},
-    "interpreter": dict.fromkeys(("half", "tf32", "ieee"), _INTERPRETED),
+# Where the dot products are given, kept or from a library: nothing is reused, so small blocks do.
+_GIVEN = Settings(64, 64, 16, subtiles=1, stages=1)
+_AMD = {
+    "half": Settings(128, 128, 32, subtiles=8, stages=2),
+    "tf32": Settings(128, 64, 16, subtiles=4, stages=2),
+    "given": _GIVEN,
 }
-# Where dot products are loaded, not computed: nothing is reused, so small blocks do.
-ELEMENTWISE = Settings(32, 64, 16, subtiles=1, warps=4, stages=1)
+# For bf16/fp16, for float32 multiplied as tf32, and for dot products that are given.
+DEFAULTS = {
+    "sm_80": {"half": Settings(128, 64, 64, subtiles=2), "tf32": Settings(128, 64, 32, subtiles=2), "given": _GIVEN},
+    "sm_86": {"half": Settings(128, 64, 32, subtiles=2), "tf32": Settings(128, 64, 16, subtiles=2), "given": _GIVEN},
+    "sm_90": {"half": Settings(128, 128, 64, subtiles=8), "tf32": Settings(128, 128, 32, subtiles=8), "given": _GIVEN},
+    "sm_100": {"half": Settings(128, 64, 64, subtiles=4), "tf32": Settings(128, 64, 32, subtiles=4), "given": _GIVEN},
+    "gfx942": _AMD,
+    "gfx950": _AMD,
+    "interpreter": dict.fromkeys(("half", "tf32", "given"), _INTERPRETED),
+}
 
 
 def precision(wanted: str, architecture: str) -> str:
@@ -62,6 +66,7 @@ def precision(wanted: str, architecture: str) -> str:
     return "ieee" if architecture.startswith("gfx") and architecture != "gfx942" else wanted
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """As in DEFAULTS: "sm_90", "gfx942"; "interpreter" on the CPU."""
     if device.type == "cpu":

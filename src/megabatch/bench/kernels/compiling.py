@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...backends.triton_backend import Triton
-from ...backends.triton_settings import defaults
+from ...backends.triton_settings import defaults, precision
 from ...losses import spec as specs
 from ...losses.block import Block, Tile
 from ...losses.spec import Spec
@@ -32,11 +32,11 @@ from .targets import TARGETS, Target
 Backend = TypeVar("Backend", bound=Triton)
 
 INTERPRET = "TRITON_INTERPRET"
-# What features are, and how float32 is multiplied.
+# What features are, and the kind of kernels for them: float32 in full precision is multiplied by a library.
 DTYPES = {
-    "bfloat16": (torch.bfloat16, "ieee"),
-    "float16": (torch.float16, "ieee"),
-    "float32": (torch.float32, "ieee"),
+    "bfloat16": (torch.bfloat16, "half"),
+    "float16": (torch.float16, "half"),
+    "float32": (torch.float32, "given"),
     "tf32": (torch.float32, "tf32"),
 }
 HALF_DTYPES = ("bfloat16", "float16")
@@ -57,7 +57,6 @@ class Variant:
         action: "forward", "forward keep" (logits are kept for the backward), "one pass" (a sigmoid loss computes its
             dlogits in the forward), "backward", "backward kept" (from logits that were kept) or "scores".
         targets: "consecutive", "explicit" (indices, as `positives`) or "none" (none lies in this tile).
-        frozen: No features get a gradient, so no dlogits are written.
     """
 
     loss: str
@@ -68,7 +67,6 @@ class Variant:
     normalize: bool = False
     targets: str = "consecutive"
     diagonal: bool = False
-    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -80,7 +78,6 @@ class Variant:
             "normalize": self.normalize,
             f"{self.targets.replace('none', 'no')} targets": spec.has_targets and self.targets != "consecutive",
             "diagonal": self.diagonal,
-            "frozen": self.frozen,
         }
         return ", ".join([f"{self.loss} {self.action}", *(words for words, given in options.items() if given)])
 
@@ -112,7 +109,6 @@ VARIANTS = {
         Variant("clip", "backward", **_HEAVIEST),
         Variant("clip", "backward", normalize=True),
         Variant("clip", "backward", **_HEAVIEST, normalize=True),
-        Variant("clip", "backward", frozen=True),
         Variant("clip", "backward kept"),
         Variant("clip", "backward kept", **_HEAVIEST),
         Variant("info_nce", "forward"),
@@ -158,7 +154,7 @@ class Compiled:
     """One launch, compiled.
 
     Attributes:
-        kernel: "tile", or "merge rows" or "merge columns", which follow a forward.
+        kernel: "tile", or "merge", which follows a forward.
         width: Of the features.
         binary: Names what was compiled: launches of the same binary differ in nothing that a compiler sees.
         settings: The block's sides, subtiles, warps and stages.
@@ -250,12 +246,12 @@ def compile_job(job: tuple[str, str, str], widths: tuple[int, ...]) -> list[Comp
         compiled
         for width in widths
         for number, (kernel, arguments) in enumerate(launches(VARIANTS[variant], TARGETS[target], dtype, width))
-        for compiled in [_compiled(job, width, ("tile", "merge rows", "merge columns")[number], kernel, arguments)]
+        for compiled in [_compiled(job, width, ("tile", "merge")[number], kernel, arguments)]
     ]
 
 
 def new_backend(kind: type[Backend], variant: Variant, dtype: str, device: str = "cpu") -> Backend:
-    operand_dtype, precision = DTYPES[dtype]
+    operand_dtype, backend_kind = DTYPES[dtype]
     spec = variant.spec
     backend = kind(
         spec,
@@ -265,12 +261,11 @@ def new_backend(kind: type[Backend], variant: Variant, dtype: str, device: str =
         operand_dtype,
         torch.device(device),
         stats=variant.stats,
-        sum_for_scale=dtype != "float32" or variant.frozen,
+        sum_for_scale=dtype != "float32",
         sum_for_bias=spec.epilogue == "sigmoid",
         one_pass=variant.action == "one pass",
     )
-    backend.kind = precision if operand_dtype == torch.float32 else "half"
-    backend._precision = precision
+    backend.kind = backend_kind
     return backend
 
 
@@ -282,11 +277,16 @@ class Recorder(Triton):
     def _start(self, kernel: Any, num_programs: int, arguments: dict[str, Any]) -> None:
         self.launches.append((kernel, arguments))
 
+    def _product(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        pass
+
 
 def launches(variant: Variant, target: Target, dtype: str, width: int) -> list[tuple[Any, dict[str, Any]]]:
     """Kernels and arguments, at the default settings of a target."""
     backend = new_backend(Recorder, variant, dtype)
     backend.launches, backend.architecture = [], target.name
+    if backend.kind == "tf32" and precision("tf32", target.name) != "tf32":
+        backend.kind = "given"
     backend.settings = defaults(target.name, backend.kind)
     tile = new_tile(variant, dtype, width)
     keeps = variant.action in ("forward keep", "one pass", "backward kept")
@@ -314,7 +314,7 @@ def new_tile(variant: Variant, dtype: str, width: int) -> Tile:
             inverse_norm=torch.empty(length) if variant.normalize else None,
             state=State(names, torch.empty(len(names), length, dtype=torch.float64)),
             row_grad=torch.empty(length, dtype=torch.float64),
-            grad=None if variant.frozen else torch.empty(length, width),
+            grad=torch.empty(length, width),
             **targets,
         )
 

@@ -8,7 +8,7 @@ The model, for one tile of the logits:
   product, instructions, special functions, cache and memory is the time; where there is one, product and epilogue add
   up;
 - features are read from memory once per tile; dlogits and partial statistics are written and read back;
-- the gradients are library products, at EFFICIENCY or at the speed of memory, and an addition in memory.
+- the gradients are library products, at EFFICIENCY or at the speed of memory, that add to what is there.
 
 Left out: launches, latency, clocks that sink under load, bank conflicts, stalls, pipes narrower than the issue rate
 (float32 on the A100), the O(N) work between tiles.
@@ -179,10 +179,10 @@ def _statistics(
 
 
 def _gradient(gpu: Gpu, rows: int, columns: int, width: int) -> float:
-    """dlogits @ features in float32, then added to the gradient."""
+    """dlogits @ features, added to the gradient in float32."""
     multiplied = 2 * rows * columns * width / (gpu.half * EFFICIENCY)
-    moved = (rows * columns + columns * width) * HALF + rows * width * FLOAT
-    return max(multiplied, moved / gpu.memory) + 3 * rows * width * FLOAT / gpu.memory
+    moved = (rows * columns + columns * width) * HALF + 2 * rows * width * FLOAT
+    return max(multiplied, moved / gpu.memory)
 
 
 def paper(gpu: Gpu, gradients_in_memory: bool, rows: int = ROWS, width: int = WIDTH) -> Step | None:

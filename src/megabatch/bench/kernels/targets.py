@@ -56,5 +56,6 @@ TARGETS = {
         Target("sm_90", "H100", "HGMMA", 227 * KIB, 228 * KIB, KIB),
         Target("sm_100", "B200", "UTC", 227 * KIB, 228 * KIB, KIB),
         Target("gfx942", "MI300X", "v_mfma", 64 * KIB, 64 * KIB, 0, warp_size=64, warps=8),
+        Target("gfx950", "MI355X", "v_mfma", 160 * KIB, 160 * KIB, 0, warp_size=64, warps=8),
     )
 }

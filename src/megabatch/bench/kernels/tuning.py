@@ -20,7 +20,7 @@ def main(names: list[str], dtypes: list[str], widths: list[int], device: str = "
     if not torch.cuda.is_available():
         print("bench kernels: --tune must run on a GPU, got none. Run it where you train.", file=sys.stderr)
         return 2
-    forward = [variant for name in names if (variant := VARIANTS[name]).action == "forward"]
+    forward = [variant for name in names if (variant := VARIANTS[name]).action in ("forward", "one pass")]
     found: dict[str, Settings] = {}
     for variant, dtype, width in itertools.product(forward, dtypes, widths):
         backend = new_backend(Triton, variant, dtype, device)
@@ -58,9 +58,11 @@ def search(backend: Triton, tile: Tile, tried: list[Settings]) -> list[tuple[flo
         block.row_grads.fill_(1.0)
         block.state.reset()
 
+    kept = torch.empty(tile.shape, device=tile.rows.features.device) if backend.one_pass else None
+
     def step() -> None:
-        backend.accumulate_statistics(tile)
-        backend.dlogits(tile)
+        backend.accumulate_statistics(tile, kept)
+        backend.dlogits(tile, kept)
 
     def milliseconds(settings: Settings) -> float:
         backend.settings = settings
