@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 import megabatch
 from megabatch import functional
+from megabatch.backends import triton_backend, triton_settings
 from megabatch.backends.backend import supports_half_products
-from megabatch.tiling import engine, guards
+from megabatch.tiling import engine, guards, handshake
 from megabatch.tiling.options import LossInputs, LossOptions
 
 N, D = 24, 8
@@ -87,6 +88,7 @@ class NoDevice(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(guards, "copy_to_host", lambda bounds: (bounds, None))
+    monkeypatch.setattr(guards, "_pending", {})
     # Where an operator is decomposed, `out=` would be copied to by a device that is not there.
     monkeypatch.setattr(wrappers, "_safe_copy_out", lambda copy_from, copy_to, exact_dtype=False: copy_to)
     yield
@@ -224,3 +226,53 @@ def test_a_small_step_launches_little() -> None:
     step("clip_loss", **arguments("clip_loss", {}))  # asks once what the device can multiply
     launched = step("clip_loss", **arguments("clip_loss", {}, rows=256, width=512)).launched
     assert launched.total() <= 45, launched
+
+
+def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph may not ask for events or copy to the host, and launches the same every time."""
+    monkeypatch.setattr(guards, "is_capturing", lambda: True)
+    monkeypatch.setattr(guards, "copy_to_host", lambda bounds: pytest.fail("copies to the host"))
+    keywords = arguments("clip_loss", {"normalize": None, "ids": torch.arange(N) // 2})
+    _, first, second = (step("clip_loss", **keywords) for _ in range(3))
+    assert first.launched == second.launched
+    assert first.reads == second.reads == []
+
+
+def test_compilers_keep_the_operators_out_of_their_graphs() -> None:
+    for operator in (torch.ops.megabatch.contrast.default, torch.ops.megabatch.contrast_backward.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+@pytest.mark.parametrize("loss", FEATURES)
+def test_devices_without_float64_are_refused(loss: str) -> None:
+    keywords = arguments(loss, {})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        keywords |= {name: torch.empty(N, D, device="mps") for name in FEATURES[loss]}
+        with pytest.raises(
+            ValueError, match=rf"^{loss}: {FEATURES[loss][0]} must be on a device with float64, .*cpu\(\)"
+        ):
+            getattr(megabatch, loss)(**keywords)
+
+
+# ---- kernels
+
+
+@pytest.fixture
+def kernels_on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The triton backend for a GPU that is not there; its kernels are counted, not started."""
+    pytest.importorskip("triton")
+    started: Counter[str] = Counter()
+    monkeypatch.setattr(triton_settings, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(handshake, "select", lambda *call: triton_backend.Triton)
+    monkeypatch.setattr(
+        triton_backend.Triton, "_start", lambda self, kernel, *rest, **options: started.update([kernel.__name__])
+    )
+    return started
+
+
+@pytest.mark.parametrize(("loss", "keywords"), [case for case in cases() if "fp64" not in str(case.id)])
+def test_the_host_reads_nothing_for_kernels(
+    loss: str, keywords: dict[str, Any], kernels_on_fake_cuda: Counter[str]
+) -> None:
+    assert step(loss, **arguments(loss, keywords)).reads == []
+    assert kernels_on_fake_cuda.total() > 0

@@ -79,8 +79,19 @@ def features(function: str, ranks: str, **inputs: Tensor) -> None:
                 f"{function}: {first_name} and {name} must have the same dtype, got {first.dtype} and {value.dtype}. "
                 "Convert one, or run under torch.autocast."
             )
+    if _lacks_float64(first.device):
+        raise ValueError(
+            f"{function}: {first_name} must be on a device with float64, in which sums over the batch are kept, got "
+            f"{first.device}. Pass {first_name}.cpu(): the gradient finds its way back."
+        )
     if first.is_meta:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
+
+
+def _lacks_float64(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return not torch.xpu.get_device_properties(device).has_fp64
+    return device.type == "mps"
 
 
 def dense(function: str, name: str, value: object) -> None:

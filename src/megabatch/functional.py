@@ -53,7 +53,7 @@ def clip_loss(
     """
     name = "clip_loss"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, image_features):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
         call = _check(name, ranks, specs.clip, inputs, logit_scale, options)
@@ -87,7 +87,7 @@ def info_nce_loss(
     """
     name = "info_nce_loss"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, query):
         if isinstance(negatives, Tensor) and negatives.dim() == 3:
             raise ValueError(
                 f"{name}: negatives must have 2 dimensions, because each is a negative for every query, got shape "
@@ -138,7 +138,7 @@ def siglip_loss(
     """
     name = "siglip_loss"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, image_features):
         inputs = _pairs(name, ranks, options, image_features=image_features, text_features=text_features)
         call = _check(name, ranks, specs.siglip, inputs, logit_scale, options, logit_bias)
     return _run(*call)
@@ -161,7 +161,7 @@ def nt_xent_loss(view1: Tensor, view2: Tensor, logit_scale: LogitScale = None, *
     """
     name = "nt_xent_loss"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, view1):
         inputs = _pairs(name, ranks, options, view1=view1, view2=view2)
         call = _check(name, ranks, specs.nt_xent, inputs, logit_scale, options)
     return _run(*call)
@@ -189,7 +189,7 @@ def supcon_loss(
     """
     name = "supcon_loss"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, features):
         checks.features(name, ranks, features=features)
         checks.dense(name, "labels", labels)
         checks.vector(name, "labels", labels, "features", features)

@@ -52,7 +52,8 @@ class ExecutionKeywords(TypedDict, total=False):
     exchange: Annotated[
         str,
         "auto",
-        '"ring": columns pass from rank to rank. "gather": all at once. "auto": gather if the budget allows.',
+        '"ring": columns pass from rank to rank. "gather": all at once. "auto": gather if the budget allows '
+        "and a ring's steps would be short.",
     ]
     overlap: Annotated[bool, True, "False: transfers between ranks are blocking."]
     tile: Annotated[

@@ -53,7 +53,7 @@ def retrieval_ranks(
     """
     name = "retrieval_ranks"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, query):
         search = _Search(name, ranks, query, key, complete(name, options))
         checks.positives(name, positives, query, key, "rank each column of positives by itself")
         row = torch.arange(len(query), device=query.device)
@@ -91,7 +91,7 @@ def similarity_topk(
     """
     name = "similarity_topk"
     ranks = checks.group_name(name, options.pop("group", ...))
-    with refuse_together(name, ranks):
+    with refuse_together(name, ranks, query):
         search = _Search(name, ranks, query, key, complete(name, options))
         if isinstance(k, bool) or not isinstance(k, int):
             raise TypeError(f"{name}: k must be a whole number, got {type(k).__name__}.")

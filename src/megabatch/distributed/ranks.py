@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,9 +131,9 @@ class Ranks:
         self.where = f"the sum after {self.where}"
         return self._all_gather(partial)
 
-    def all_gather_block(self, mine: Tensor) -> Tensor:
-        """Tensors of one size of all ranks, by rank, from where the features are."""
-        self.where = f"the gather for the {self.phase} pass"
+    def all_gather_block(self, mine: Tensor, where: str = "") -> Tensor:
+        """Tensors of one size of all ranks, by rank."""
+        self.where = where or f"the gather for the {self.phase} pass"
         gathered = mine.new_empty(self.size * mine.numel())
         with self._named_errors("for the other ranks"):
             _all_gather_single(gathered, mine.flatten(), group=self.group)
@@ -154,16 +155,19 @@ class Ranks:
         return received
 
     def _all_gather(self, mine: Tensor) -> Tensor:
-        """Every rank's vector: through the CPU, if the group has a backend for it, else through the accelerator."""
+        """Every rank's vector, from where it is, if the group sends from there, and back."""
+        place = self._place(mine.device)
+        # Beside the work that is queued on the device, so that the host waits for the ranks and not for that.
+        beside = mine.device.type != "cuda" and place.type == "cuda"
+        with torch.cuda.stream(_side_stream(place)) if beside else nullcontext():
+            return self.all_gather_block(mine.to(place), self.where).to(mine.device)
+
+    def _place(self, device: torch.device) -> torch.device:
+        """Where a vector is sent from: where it is, or the CPU, or where the features are."""
         assert self.group is not None
         kinds = self._device_types()
-        places = (torch.device("cpu"), self.device, self.group.bound_device_id, torch.device(kinds[0]))
-        there = mine.contiguous().to(next(place for place in places if place is not None and place.type in kinds))
-        gathered = there.new_empty(self.size * len(mine))
-        with self._named_errors("for the other ranks"):
-            _all_gather_single(gathered, there, group=self.group)
-        gathered = gathered.view(self.size, -1)
-        return gathered.to(mine.device)
+        places = (device, torch.device("cpu"), self.device, self.group.bound_device_id, torch.device(kinds[0]))
+        return next(place for place in places if place is not None and place.type in kinds)
 
     def _device_types(self) -> list[str]:
         """That this group sends from."""
@@ -219,8 +223,10 @@ class refuse_together:
     """`with refuse_together(function, group_name):` an error of this rank's arguments is raised on all ranks of the
     group, which wait in their handshake. A class, because a compiler can trace it."""
 
-    def __init__(self, function: str, group_name: str) -> None:
+    def __init__(self, function: str, group_name: str, features: object = None) -> None:
+        """`features` are on the device that this rank sends from, if nothing is wrong with them."""
         self.function, self.group_name = function, group_name
+        self.device = features.device if isinstance(features, Tensor) else None
 
     def __enter__(self) -> None:
         pass
@@ -229,7 +235,12 @@ class refuse_together:
         refused = isinstance(error, ValueError | TypeError | Warning)  # a warning that the user turned into an error
         if self.group_name and refused and not torch.compiler.is_compiling():
             assert isinstance(error, Exception)
-            Ranks(self.function, self.group_name).handshake({}, error=error)
+            Ranks(self.function, self.group_name, device=self.device).handshake({}, error=error)
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _first_difference(values: Sequence[Any]) -> str:

@@ -17,6 +17,7 @@ from .options import LossInputs, LossOptions
 from .plan import Plan, Sizes, make_plan
 
 SMALLEST = torch.finfo(torch.float64).tiny
+SHORT_STEP = {"cpu": 2**32, "gpu": 2**36}  # operations of one step of a ring, against the latency of a message
 WIDE = 2**16  # features, for which the default budget may not do
 
 
@@ -102,7 +103,10 @@ class Call:
         features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
         gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
-        return num_columns * layout.width * (features + gradients) <= budget
+        fits = num_columns * layout.width * (features + gradients) <= budget
+        # Long steps of a ring hide their messages; of short ones, messages are the most of it.
+        longest = max(sum(info.rows) for info in infos)
+        return fits and 8 * longest**2 * layout.width <= SHORT_STEP["cpu" if layout.device.type == "cpu" else "gpu"]
 
     def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""

@@ -100,8 +100,8 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
     watched = options.normalize is None and (function, "norms") not in callers.warned
     if options.spec.epilogue == "sigmoid" and not watched:  # which has no exponentials to bound
         return (math.inf,) * 3
-    waiting = (function, "norms") in _pending and not _pending[function, "norms"][1].query()
-    if not on_cpu and (not watched or waiting or inputs.rows.device.type != "cuda"):
+    waiting = (function, "norms") in _pending and not is_capturing() and not _pending[function, "norms"][1].query()
+    if not on_cpu and (not watched or waiting or is_capturing() or inputs.rows.device.type != "cuda"):
         return (math.inf,) * 3
     norms = [[row_norms(x)] if x is not None and len(x) else [] for x in inputs.features]
     vectors = norms if on_cpu else [list(chain.from_iterable(norms))]
@@ -121,7 +121,8 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
 
 def id_range(inputs: LossInputs, options: LossOptions) -> Range:
     """Only all ranks together know whether all ids are equal, and those of a GPU arrive when they do."""
-    unknown = inputs.rows.device.type != "cpu" and (options.group or (options.function, "ids") in callers.warned)
+    seen = options.group or (options.function, "ids") in callers.warned
+    unknown = inputs.rows.device.type != "cpu" and (seen or is_capturing())
     if options.spec.id_rule != "mask" or unknown:
         return EMPTY_RANGE
     ids = (inputs.row_ids, inputs.column_ids, inputs.negative_ids)
@@ -141,6 +142,11 @@ def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
         low, high = _pending.pop(key)[0].tolist()
         return low, high
     return EMPTY_RANGE
+
+
+def is_capturing() -> bool:
+    """Into a CUDA graph, where no event may be asked for."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def copy_to_host(bounds: Tensor) -> tuple[Tensor, Any]:

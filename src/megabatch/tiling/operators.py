@@ -95,12 +95,15 @@ class _Refuse(torch.autograd.Function):
 
 # ---- the same as operators
 
+# They make a small CPU tensor: a compiler keeps them out of its CUDA graphs. Without a compiler, `torch.cuda.graph`
+# captures the loss of one rank like any other function.
+_TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 _INPUTS = ", ".join(f"Tensor? {name}" for name in (*LossInputs._fields, "anchor")) + ", str options"
 _SAVED = ", ".join(f"Tensor {name}" for name in (*Saved._fields[:_NUM_SAVED], "facts"))
 _TENSORS = {number: f"({', '.join(['Tensor'] * number)})" for number in (6, 7)}
 
 
-@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_TENSORS[7]}")
+@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_TENSORS[7]}", tags=_TAGS)
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     """value, stats and Saved: its tensors, and the rest as bytes on the CPU."""
     *tensors, _, code = arguments
@@ -135,6 +138,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     "megabatch::contrast_backward",
     mutates_args=(),
     schema=f"(Tensor upstream, {_SAVED}, {_INPUTS}) -> {_TENSORS[6]}",
+    tags=_TAGS,
 )
 def contrast_backward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of the first five inputs, empty where none is needed, and of the anchor."""

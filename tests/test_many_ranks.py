@@ -1,0 +1,80 @@
+"""What one rank of very many exchanges, by a process group that only pretends: it counts, and nobody answers."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+COUNT = """
+import collections, json, sys, warnings
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+import megabatch
+
+size, exchange, loss, rows = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+dist.init_process_group("fake", rank=1, world_size=size, store=FakeStore())
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function).rpartition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+def step():
+    features = [torch.randn(rows, 8).requires_grad_() for _ in range(2)]
+    scale = torch.tensor(1.5, requires_grad=True)
+    keywords = {"group": dist.group.WORLD, "exchange": exchange, "normalize": True}
+    getattr(megabatch, loss)(*features, scale, **keywords).backward()
+
+step()
+with Operators() as operators:
+    step()
+counts = operators.counts
+sent = {name.removeprefix("c10d."): count for name, count in counts.items() if name.startswith("c10d.")}
+messages = sent.pop("send", 0)
+assert sent.pop("recv_", 0) == messages
+others = counts.total() - sum(count for name, count in counts.items() if name.startswith("c10d."))
+print(json.dumps({"collectives": sent, "messages": messages, "operators": others}))
+"""
+
+
+def counted(size: int, exchange: str, loss: str = "clip_loss", rows: int = 16) -> dict[str, Any]:
+    """Of the second step of one rank."""
+    command = [sys.executable, "-W", "ignore", "-c", COUNT, str(size), exchange, loss, str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+def test_a_gathered_step_is_five_collectives_on_any_number_of_ranks(loss: str) -> None:
+    """The handshake, the columns, the sums of statistics; in the backward a handshake and the sums of gradients."""
+    few, many = (counted(size, "gather", loss) for size in (64, 512))
+    for found in (few, many):
+        assert sum(found["collectives"].values()) == 5
+        assert found["messages"] == 0
+    # 32 times the columns of 2 ranks are 16 tiles of 512 instead of 2.
+    assert many["operators"] <= few["operators"] + 14 * 80
+
+
+def test_operators_of_a_gathered_step_go_by_tiles_and_not_by_ranks() -> None:
+    few, many = counted(4, "gather", rows=256), counted(64, "gather", rows=16)  # as many columns
+    assert many["operators"] <= few["operators"]
+
+
+@pytest.mark.parametrize("size", [3, 64])
+def test_messages_of_a_ring(size: int) -> None:
+    """Forward and backward: a block of features to every other rank, and what is added up for it."""
+    found = counted(size, "ring")
+    assert found["messages"] == 4 * (size - 1)
+    assert sum(found["collectives"].values()) == 4  # two handshakes, the sums of losses, those of the scale
+
+
+def test_a_symmetric_loss_meets_half_of_the_ranks() -> None:
+    assert counted(64, "ring", "nt_xent_loss")["messages"] == 4 * 32
