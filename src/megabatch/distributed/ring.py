@@ -14,24 +14,24 @@ def ring_pass(
     ranks: Ranks,
     reach: int,
     own: Tensor,
-    sum_size: int,
+    size: int,
     add: Callable[[int, Tensor, Tensor | None], None],
     *,
     overlap: bool = True,
 ) -> Iterator[tuple[int, Tensor, Tensor] | None]:
-    """The packed block of one rank after another: its owner, the block, and memory for what is added up for it, which
-    is sent to the owner when the next is asked for.
+    """The packed block of one rank after another: its owner, the block, and memory for what is added up for it.
 
+    What a rank adds up follows its block one step behind, in one message with the next block, and goes home at the end.
     None stands for the own block, which comes twice: while the first block is received, and while the last sums are.
-    On a ring two blocks are here at a time, the one in use and the one being received.
+    Two blocks are here at a time, the one in use and the one being received.
 
     Args:
         reach: How many other ranks' blocks come by: at step t that of rank - t. All, or half of them where every pair
             of ranks need meet on one side only.
-        own: This rank's packed block: bytes, as many on all ranks.
-        sum_size: Bytes of what is added up for a rank; 0 where nothing is.
-        add: (owner, sums, into): add what another rank has added up for the owner to what is in memory here or, for
-            None, to the owner's own.
+        own: This rank's packed block and, after its `size`, room for what is added up for a rank: bytes, as many on all
+            ranks.
+        add: (owner, sums, into): add what was added up for the owner to what is in memory here or, for None, to the
+            owner's own.
         overlap: Blocks are sent while others are computed on. Otherwise every transfer is waited for.
     """
 
@@ -43,24 +43,29 @@ def ring_pass(
             ranks.wait(transfer)
         return transfer
 
-    blocks, sums = [own, torch.empty_like(own)], [own.new_empty(sum_size) for _ in range(min(2, reach))]
-    partial = own.new_empty(sum_size)
-    receiving: Transfer = []
-    adding: Transfer = []
+    buffers, mine = [own, torch.empty_like(own)], torch.empty_like(own[size:])
+    moving: Transfer = []
     for step in range(reach + 1):
         ranks.where = f"step {step} of {reach} of the {ranks.phase} pass"
-        ranks.wait(receiving)
+        ranks.wait(moving)
+        here, other = buffers[step % 2], buffers[(step + 1) % 2]
+        if step == 2:  # for the block of the last step, of which no other rank has had anything before
+            here[size:].copy_(mine)
+        elif step > 2:
+            add((ranks.rank - step + 1) % ranks.size, mine, here[size:])
         if step < reach:
-            receiving = start(1, blocks[step % 2], blocks[(step + 1) % 2], BLOCKS)
+            used = size if step < 2 else len(own)
+            moving = start(1, here[:used], other[:used], BLOCKS)
+        elif reach > 1:
+            moving = start(1, here[size:], other[size:], SUMS)
         if step == 0:
             yield None
-            continue
-        owner, mine = (ranks.rank - step) % ranks.size, sums[step % len(sums)]
-        yield owner, blocks[step % 2], mine
-        if step > 1:
-            ranks.wait(adding)
-            add(owner, partial, mine)
-        adding = start(1 if step < reach else -step, mine, partial, SUMS)
+        else:
+            yield (ranks.rank - step) % ranks.size, here[:size], mine
+    if reach > 1:
+        ranks.wait(moving)
+        add((ranks.rank - reach) % ranks.size, other[size:], mine)
+    moving = start(-reach, mine, here[size:], SUMS)
     yield None
-    ranks.wait(adding)
-    add(ranks.rank, partial, None)
+    ranks.wait(moving)
+    add(ranks.rank, here[size:], None)

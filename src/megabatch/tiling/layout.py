@@ -216,7 +216,8 @@ class Layout:
         packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
         sums = PackedColumns(self, (collected,) if collected else ())
         parts = iter((islice(own, -(-len(rows) // 2)), own))
-        for step in ring_pass(self.ranks, self.reach, packed.pack(), sums.size, sums.add, overlap=self.overlap):
+        own_block = packed.pack(sums.size)
+        for step in ring_pass(self.ranks, self.reach, own_block, packed.size, sums.add, overlap=self.overlap):
             if step is None:
                 yield from next(parts)
             else:
@@ -320,9 +321,9 @@ class PackedColumns:
         }
         return [known[name] for name in self.names]
 
-    def pack(self) -> Tensor:
-        """Those of this rank."""
-        memory = torch.empty(self.size, dtype=torch.uint8, device=self.layout.device)
+    def pack(self, room: int = 0) -> Tensor:
+        """Those of this rank, and room for so many bytes behind them."""
+        memory = torch.empty(self.size + room, dtype=torch.uint8, device=self.layout.device)
         for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
             for name, inside in members.items():
                 value = getattr(block, name)
