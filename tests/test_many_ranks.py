@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from megabatch.distributed.ranks import Ranks, refuse_together
 
 COUNT = """
 import collections, json, sys, warnings
@@ -79,3 +83,38 @@ def test_messages_of_a_ring(size: int) -> None:
 
 def test_a_symmetric_loss_meets_half_of_the_ranks() -> None:
     assert counted(64, "ring", "nt_xent_loss")["messages"] == 2 * (32 + 2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mine", "features", "bound", "place"),
+    [
+        (["cpu"], "cpu", "cpu", None, "cpu"),
+        (["cpu", "cuda"], "cpu", "cuda:2", None, "cpu"),  # a handshake goes beside the GPU
+        (["cpu", "cuda"], "cuda:2", "cuda:2", None, "cuda:2"),  # sums stay where they are
+        (["cuda"], "cpu", "cuda:2", None, "cuda:2"),
+        (["cuda"], "cpu", None, "cuda:3", "cuda:3"),  # of a rank that refuses its input
+        (["cuda"], "cpu", "cpu", "cuda:3", "cuda:3"),  # because it is on the CPU
+    ],
+)
+def test_where_a_vector_is_sent_from(
+    kinds: list[str],
+    mine: str,
+    features: str | None,
+    bound: str | None,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks("f", device=None if features is None else torch.device(features))
+    monkeypatch.setattr(ranks, "group", SimpleNamespace(bound_device_id=None if bound is None else torch.device(bound)))
+    monkeypatch.setattr(ranks, "_device_types", lambda: kinds)
+    assert ranks._place(torch.device(mine)) == torch.device(place)
+
+
+def test_a_refusal_is_sent_from_the_device_of_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a group of NCCL alone, a rank that sent from another GPU would leave the others waiting."""
+    seen: list[object] = []
+    monkeypatch.setattr(Ranks, "__init__", lambda self, *names, device=None: seen.append(device))
+    monkeypatch.setattr(Ranks, "handshake", lambda self, same, error: None)
+    with pytest.raises(ValueError, match="wrong"), refuse_together("f", "a group", torch.empty(2, device="meta")):
+        raise ValueError("wrong")
+    assert seen == [torch.device("meta")]
