@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megabatch
-from megabatch import functional
+from megabatch import callers, functional
 from megabatch.backends import triton_backend, triton_settings
 from megabatch.backends.backend import supports_half_products
 from megabatch.tiling import engine, guards, handshake
@@ -204,7 +204,7 @@ def test_warnings_are_not_waited_for(loss: str, monkeypatch: pytest.MonkeyPatch)
     """Lengths of rows, and ids, travel to the host by a copy that nobody waits for."""
     copied: list[Tensor] = []
     monkeypatch.setattr(guards, "copy_to_host", lambda bounds: (copied.append(bounds), None))
-    monkeypatch.setattr(guards, "_pending", {})
+    monkeypatch.setattr(callers, "warned", set())
     keywords: dict[str, Any] = {"normalize": None}
     if loss in ("clip_loss", "siglip_loss", "nt_xent_loss"):
         keywords["ids"] = torch.arange(N) // 2

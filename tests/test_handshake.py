@@ -1,13 +1,14 @@
 """What ranks tell each other before blocks move: numbers in one collective, text only where something is wrong."""
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megabatch
+from megabatch.distributed import ranks as distributed_ranks
 from megabatch.distributed.ranks import NUMBERS, Ranks
 from megabatch.tiling.handshake import DTYPES, RankInfo
 
@@ -23,7 +24,6 @@ INFO = RankInfo(
     grad_enabled=True,
     scale=1 / 3,
     bias=-10.0,
-    weights=(math.nan, 0.1),
     budget=2**52 + 1,
 )
 
@@ -46,7 +46,7 @@ def test_every_dtype_of_features_has_a_number(dtype: torch.dtype) -> None:
 
 
 def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], int]:
-    count, real = 0, dist.all_gather
+    count, real = 0, distributed_ranks._all_gather_single
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -54,7 +54,7 @@ def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], i
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather", counting)
+        patch.setattr(distributed_ranks, "_all_gather_single", counting)
         found = Ranks("function", group.group_name).handshake({"a word": "x" * 5000}, [rank, -rank / 3], None, "line 1")
     return found, count
 
@@ -118,6 +118,8 @@ def sending_device(rank: int, group: Any, device: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
         patch.setattr(Ranks, "_device_types", lambda ranks: ["cuda"])
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(distributed_ranks, "_side_stream", lambda device: None)
         with pytest.raises(Sent) as caught:
             Ranks("function", group.group_name, device=torch.device(device)).handshake({})
     return str(caught.value)

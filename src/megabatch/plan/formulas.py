@@ -97,9 +97,11 @@ class OurLoss:
             "gradients": 2 * self._block(FLOAT),
             "tiles": self._working,
             "kept logits": self._kept,
-            # The saved state and the row_grad of both sides, and the weights.
-            "vectors": (2 * len(state_fields(self._spec, stats=False)) + 2 + 1) * self._vector,
+            # The saved state of both sides, and 1 / sum_exp in half the bytes.
+            "vectors": (2 * len(state_fields(self._spec, stats=False)) + 1) * self._vector,
         }
+        if self._gathers:  # those of all ranks
+            always["vectors"] *= self.ranks
         # Beside the dlogits of a tile, four vectors of its rows and columns.
         beside_a_tile = 4 * (self.plan.rows + self.plan.columns) * DOUBLE
         tiles = always | {"vectors": always["vectors"] + beside_a_tile, "exchange": self._exchange()}
@@ -113,29 +115,32 @@ class OurLoss:
         rounded = 2 * self._block(self.feature) if half else 0
         if self._sum_for_scale:
             return rounded
-        strip = min(self.rows, strip_height(torch.empty(1, self.width, device="meta"))) * self.width * FLOAT
+        place = "cpu" if self.backend.name == "eager" else "meta"
+        strip = min(self.rows, strip_height(torch.empty(1, self.width, device=place))) * self.width * FLOAT
         return strip + max(strip if half else 0, rounded)
 
     def _exchange(self) -> float:
-        """Packed blocks, and sums of gradients: on a ring the block that is here and the one that arrives; the sum
-        that is added to, the one that leaves and the one that arrives."""
-        others = self.ranks - 1
-        if not others:
+        """Gathered: the features of all ranks' columns, and their gradients, in one tensor with those that arrive and
+        those that leave. On a ring: two packed blocks with room for sums, and the sum that is added to."""
+        if self.ranks == 1:
             return 0.0
-        if self.exchange == "gather":
-            return (1 + others) * self._packed + 2 * others * self._block(FLOAT)
-        return 2 * self._packed + (min(2, others) + 1) * self._block(FLOAT)
+        if self._gathers:
+            return self.ranks * (self._block(self.feature) + 3 * self._block(FLOAT))
+        return 2 * self._packed + 3 * self._block(FLOAT)
 
     @property
     def _packed(self) -> float:
-        """Features with the saved state and the row_grad of their rows."""
-        return self._block(self.feature) + (len(state_fields(self._spec, stats=False)) + 1) * self._vector
+        """Features with the saved state of their rows."""
+        return self._block(self.feature) + len(state_fields(self._spec, stats=False)) * self._vector
 
     @property
     def wire(self) -> float:
-        """Bytes that a rank sends: features, then the state of its columns; features and state, then gradients."""
-        states = len(state_fields(self._spec, stats=False)) * self._vector
-        return (self.ranks - 1) * (self._block(self.feature) + states + self._packed + self._block(FLOAT))
+        """Bytes that a rank sends. Gathered: its features to all, sums of statistics of all rows twice, gradients to
+        their owners. On a ring: features, then the state of its columns; features and state, then gradients."""
+        others, states = self.ranks - 1, len(state_fields(self._spec, stats=False)) * self._vector
+        if self._gathers:
+            return others * (self._block(self.feature) + 2 * 2 * (states - self._vector) + self._block(FLOAT))
+        return others * (self._block(self.feature) + states + self._packed + self._block(FLOAT))
 
     @property
     def products(self) -> float:
@@ -147,6 +152,10 @@ class OurLoss:
     def plan(self) -> Plan:
         """The one that the library would make."""
         return make_plan(self._options, self._sizes, self.ranks == 1)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.ranks > 1 and self.exchange == "gather"
 
     @property
     def _spec(self) -> Spec:
@@ -161,8 +170,8 @@ class OurLoss:
     def _sizes(self) -> Sizes:
         return Sizes(
             rows=(self.rows,),
-            columns=(self.rows,),
-            remote=(self.rows,) * (self.ranks - 1),
+            columns=(self.rows * self.ranks,) if self._gathers else (self.rows,),
+            remote=() if self._gathers else (self.rows,) * (self.ranks - 1),
             width=self.width,
             element=FLOAT,
             operand=self.operand,
@@ -181,7 +190,8 @@ class OurLoss:
     def _working(self) -> int:
         plan = self.plan
         working = working_bytes(self._options, self._sizes, plan.rows, plan.columns)
-        tiles = -(-self.rows // plan.rows) * -(-self.rows // plan.columns) * self.ranks
+        across = (-(-length // plan.columns) for length in self._sizes.columns + self._sizes.remote)
+        tiles = -(-self.rows // plan.rows) * sum(across)
         # Where all logits are kept, the eager backend has no buffer for those of a tile.
         unused = plan.rows * plan.columns * FLOAT if self.backend is Eager and plan.kept >= tiles else 0
         return working - unused

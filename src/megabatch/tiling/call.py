@@ -101,7 +101,7 @@ class Call:
         infos, layout = self.handshake.infos, self.layout
         num_columns = sum(info.rows[index] for info in infos for index in layout.column_inputs)
         features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
-        gradients = 2 * max(features, torch.float32.itemsize)  # those that are sent and those that are received
+        gradients = 3 * max(features, torch.float32.itemsize)  # all that are here, those that leave and those that come
         budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
         fits = num_columns * layout.width * (features + gradients) <= budget
         # Long steps of a ring hide their messages; of short ones, messages are the most of it.

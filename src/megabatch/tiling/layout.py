@@ -184,6 +184,8 @@ class Layout:
             if (places := self._places(index)) is not None:
                 grad = grad.new_zeros(ranks.size * length, self.width).index_copy_(0, places, grad)
             sent.append(grad.view(ranks.size, -1))
+        for block, _ in self.gathered:
+            block.grad = None  # which is on its way now
         received = ranks.all_to_all(torch.cat(sent, 1))
         everyones, *parts = torch.split(received, [x.shape[1] for x in sent], 1)
         for (_, index), length, part in zip(needing, longest, parts, strict=True):

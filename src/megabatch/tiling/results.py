@@ -186,12 +186,13 @@ def _backward_of_normalization(block: Block, grad: Tensor) -> Tensor:
         x = x * inverse[:, None]
     buffer = workspace.buffer("products", grad.numel(), grad.dtype, grad.device)
     products = torch.mul(x, grad, out=workspace.shaped(buffer, (len(grad), grad.shape[1])))
-    if inverse is None:
+    if inverse is None and grad.device.type != "cpu":  # whose sums convert as they go; the CPU's make a copy first
         return products
     along = products.sum(1)
-    # A length that was clamped is a constant.
-    part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
-    grad.addcmul_(x, part[:, None], value=-1).mul_(inverse[:, None])
+    if inverse is not None:
+        # A length that was clamped is a constant.
+        part = along.masked_fill(inverse >= LARGEST_INVERSE_NORM, 0.0)
+        grad.addcmul_(x, part[:, None], value=-1).mul_(inverse[:, None])
     return along
 
 

@@ -48,8 +48,6 @@ SEAMS = (
     Seam("communication", Ranks, "handshake"),
     Seam("communication", Ranks, "all_gather"),
     Seam("communication", Ranks, "all_gather_block"),
-    Seam("communication", Ranks, "all_reduce"),
-    Seam("communication", Ranks, "all_to_all"),
     Seam("communication", Ranks, "transfer"),
     Seam("communication", Ranks, "wait"),
 )
