@@ -64,10 +64,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def assert_near(parts: dict[str, float], took: int) -> None:
-    """Within 1 % of all, and within 2 % of what is neither features nor gradients."""
-    assert total(parts) == pytest.approx(took, rel=0.01), parts
-    assert total(parts) - parts["gradients"] == pytest.approx(took - parts["gradients"], rel=0.02), parts
+def assert_near(parts: dict[str, float], took: int, in_flight: float = 0.0) -> None:
+    """Within 1 % of all, and within 2 % of what is neither features nor gradients. What is `in_flight` a thread of gloo
+    may let go of a little later."""
+    assert 0.99 * took - in_flight <= total(parts) <= 1.01 * took, parts
+    rest = took - parts["gradients"]
+    assert 0.98 * rest - in_flight <= total(parts) - parts["gradients"] <= 1.02 * rest, parts
 
 
 def test_the_meter_sees_what_is_there_at_a_time() -> None:
@@ -117,7 +119,9 @@ def on_a_rank(rank: int, group: dist.ProcessGroup, exchange: str) -> list[int]:
 def test_predicted_bytes_are_those_of_a_step_over_ranks(pool: Pool, ranks: int, exchange: str) -> None:
     for took in pool.run(ranks, on_a_rank, exchange):
         for (*case, options), bytes_ in zip(ON_RANKS, took, strict=True):
-            assert_near(predicted(*case, ranks, exchange=exchange, **options).parts, bytes_)
+            rows, width, _ = case
+            gradients = ranks * rows * width * 4 if exchange == "gather" else 0  # of all columns, in one message
+            assert_near(predicted(*case, ranks, exchange=exchange, **options).parts, bytes_, gradients)
 
 
 def test_predicted_bytes_are_those_that_a_process_takes() -> None:
