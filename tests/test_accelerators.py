@@ -276,3 +276,20 @@ def test_the_host_reads_nothing_for_kernels(
 ) -> None:
     assert step(loss, **arguments(loss, keywords)).reads == []
     assert kernels_on_fake_cuda.total() > 0
+
+
+@pytest.mark.parametrize("check", ["check_indices", "check_weight"])
+def test_only_a_gpu_that_works_alone_stops_at_bad_values(check: str) -> None:
+    """One rank of a group that stopped would leave the others waiting; other accelerators do not stop."""
+    arguments = ("positives", 3) if check == "check_indices" else ()
+    with FakeTensorMode(), Operators() as operators:
+        for device, group, waits in [("cuda", "", False), ("cuda", "a group", True), ("xpu", "", True)]:
+            values = torch.ones(4, dtype=torch.int64, device=device)
+            call = [*arguments[:1], values, *arguments[1:], group]
+            if waits:
+                with pytest.raises(DataDependentOutputException):
+                    getattr(guards, check)("f", *call)
+            else:
+                getattr(guards, check)("f", *call)
+                assert operators.launched["aten._assert_async"] == 1
+    assert operators.launched["aten._assert_async"] == 1

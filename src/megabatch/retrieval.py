@@ -58,7 +58,7 @@ def retrieval_ranks(
         checks.positives(name, positives, query, key, "rank each column of positives by itself")
         row = torch.arange(len(query), device=query.device)
         positives = row if positives is None else positives.long()
-        search.check_rows("positives", positives)
+        check_indices(name, "positives", positives, len(key), ranks)
     search.connect(LossInputs(query, key))
     score = search.pair_scores(search.layout.rows[0], row, search.layout.own[1], positives)
     overflows = None if search.may_look else row.new_zeros(1)
@@ -116,7 +116,7 @@ def _check_exclude(search: "_Search", exclude: Exclude) -> LossInputs:
         return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
     checks.vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
-        search.check_rows("exclude", exclude)
+        check_indices(search.name, "exclude", exclude, len(key), search.ranks.group)
     return LossInputs(query, key, positives=exclude)
 
 
@@ -163,14 +163,6 @@ class _Search:
         half = query.dtype == key.dtype and chosen.multiplies_half(query.device, self.normalize)
         operand = query.dtype if half else self.dtype
         self.backend: Backend = chosen(Spec("softmax"), 1.0, 0.0, self.dtype, operand, query.device)
-
-    def check_rows(self, argument: str, indices: Tensor) -> None:
-        """That they are rows of this rank's keys. A GPU that works alone stops when it finds others."""
-        if self.may_wait or self.key.device.type not in ("cpu", "cuda"):
-            check_indices(self.name, argument, indices, len(self.key))
-        else:
-            message = f"{self.name}: {argument} must be rows of key, 0 to {len(self.key) - 1}."
-            torch._assert_async(((indices >= 0) & (indices < len(self.key))).all(), message)
 
     def connect(self, inputs: LossInputs, k: int | None = None) -> None:
         """Learn how many keys every rank has, and lay out the tiles."""

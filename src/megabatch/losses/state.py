@@ -63,9 +63,6 @@ class State:
     def slice(self, start: int, stop: int | None) -> "State":
         return State(self.names, self.table[:, start:stop])
 
-    def split(self, lengths: list[int]) -> list["State"]:
-        return [State(self.names, part) for part in torch.split(self.table, lengths, 1)]
-
     def merge(self, piece: Mapping[str, Tensor], is_first: bool = False) -> None:
         """Add the statistics of more columns: of a tile, a block or another rank. The first are copied.
 

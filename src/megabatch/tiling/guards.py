@@ -1,7 +1,8 @@
 """What can only be seen by looking at the data: values that are refused, and warnings of likely mistakes.
 
-The CPU looks at once. On CUDA what must be refused is a device-side assertion, and the numbers behind a warning are
-looked at by a later call, when they have arrived: the host never waits for them. Other accelerators do neither.
+The CPU looks at once. A GPU that works alone stops at what must be refused, as torch's own cross-entropy does, and the
+numbers behind a warning are looked at by a later call: the host never waits. With a group, and on other accelerators,
+it waits for what must be refused: one rank that stopped would leave the others waiting.
 """
 
 import math
@@ -43,30 +44,24 @@ def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) ->
         raise ValueError(f"{function}: logit_bias must be finite, got {bias}.")
 
 
-def check_indices(function: str, name: str, indices: Tensor, num_keys: int) -> None:
+def check_indices(function: str, name: str, indices: Tensor, num_keys: int, group: object = None) -> None:
     rule = f"{function}: {name} must be rows of key, 0 to {num_keys - 1}"
-    if indices.device.type != "cpu":
-        assert_there(((indices >= 0) & (indices < num_keys)).all(), rule)
+    if indices.device.type == "cuda" and not group:
+        torch._assert_async(((indices >= 0) & (indices < num_keys)).all(), rule)
     elif indices.numel():
         low, high = (bound.item() for bound in indices.aminmax())
         if low < 0 or high >= num_keys:
             raise ValueError(f"{rule}, got {low} to {high}.")
 
 
-def check_weight(function: str, weight: Tensor) -> None:
+def check_weight(function: str, weight: Tensor, group: object = None) -> None:
     rule = f"{function}: weight must be finite and not negative"
-    if weight.device.type != "cpu":
-        assert_there(((weight >= 0) & (weight < math.inf)).all(), rule)
+    if weight.device.type == "cuda" and not group:
+        torch._assert_async(((weight >= 0) & (weight < math.inf)).all(), rule)
     elif weight.numel():
         low, high = (bound.item() for bound in weight.aminmax())
         if not 0 <= low <= high < math.inf:
             raise ValueError(f"{rule}, got {low} to {high}. Use 0 to leave a row out.")
-
-
-def assert_there(condition: Tensor, message: str) -> None:
-    """Stop the device, as torch does for an index out of range, without a host that waits for the answer."""
-    if condition.device.type == "cuda":
-        torch._assert_async(condition, message)
 
 
 # ---- lengths of rows

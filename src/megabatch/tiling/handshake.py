@@ -183,9 +183,9 @@ def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
     scale, bias = scalar(inputs.scale, 1.0, inputs.rows.device), scalar(inputs.bias, 0.0, inputs.rows.device)
     check_scalars(function, scale, bias)
     if inputs.positives is not None and inputs.columns is not None:
-        check_indices(function, "positives", inputs.positives, len(inputs.columns))
+        check_indices(function, "positives", inputs.positives, len(inputs.columns), options.group)
     if inputs.weight is not None:
-        check_weight(function, inputs.weight)
+        check_weight(function, inputs.weight, options.group)
     return RankInfo(
         rows=tuple([0 if x is None else len(x) for x in inputs.features]),
         dtypes=tuple([inputs.rows.dtype if x is None else x.dtype for x in inputs.features]),

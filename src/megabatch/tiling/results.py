@@ -15,7 +15,7 @@ from ..backends.epilogues import SMALLEST_SUM
 from ..losses.block import Block
 from ..losses.state import State
 from .call import SMALLEST, Call
-from .guards import LARGEST_INVERSE_NORM, assert_there, strip_height
+from .guards import LARGEST_INVERSE_NORM, strip_height
 from .options import LossInputs, LossOptions
 
 STATISTICS = ("positive_logit", "row_loss", "column_loss", "row_accuracy", "column_accuracy")
@@ -93,8 +93,8 @@ def _over_ranks(call: Call, sums: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 
 def _check_weights(call: Call, largest_weight: Tensor) -> None:
     rule = f"{call.options.function}: weight must have a positive, finite sum"
-    if largest_weight.device.type != "cpu":
-        assert_there(largest_weight > SMALLEST, rule)
+    if largest_weight.device.type == "cuda":  # known to all ranks alike: all stop
+        torch._assert_async(largest_weight > SMALLEST, rule)
     elif largest_weight.item() <= SMALLEST:
         raise ValueError(f"{rule}, got 0.0.")
 
@@ -157,7 +157,11 @@ def _check_equal(call: Call, everyones: Tensor) -> None:
     """Of every rank, by column: the upstream gradient, the scale and the bias."""
     rule = "logit_scale, logit_bias and what the loss is multiplied by must be the same on every rank of the group"
     close = (everyones - everyones[0]).abs() <= 1e-5 * everyones[0].abs()
-    assert_there((close | everyones.isnan()).all(), f"{call.options.function}: {rule}")
+    same = (close | everyones.isnan()).all()
+    if same.device.type == "cuda":  # known to all ranks alike: all stop
+        torch._assert_async(same, f"{call.options.function}: {rule}")
+    elif not same.item():
+        raise ValueError(f"{call.options.function}: {rule}.")
 
 
 def _finish_blocks(call: Call, blocks: list[Block], coefficient: Tensor | float) -> Tensor:
