@@ -24,15 +24,16 @@ MAXIMA = ("max", "top", "top_positive")
 
 
 def state_fields(spec: Spec, stats: bool) -> tuple[str, ...]:
-    """The fields that a row of this loss has."""
+    """The fields that a row of this loss has, maxima first."""
+    tops = ("top", "top_positive") if stats else ()
     if spec.epilogue == "sigmoid":
-        return ("softplus_sum", *(("positive_sum", "positive_count", "top", "top_positive") if stats else ()))
-    names = ["max", "sum_exp", "positive_sum"]
+        return (*tops, "softplus_sum", *(("positive_sum", "positive_count") if stats else ()))
+    names = ["sum_exp", "positive_sum"]
     if spec.id_rule == "positive":
         names.append("positive_count")
     if spec.label_smoothing:
         names += ["logit_sum", "logit_count"]
-    return (*names, *(("top", "top_positive") if stats else ()))
+    return ("max", *tops, *names)
 
 
 class State:
@@ -53,6 +54,14 @@ class State:
             if name in self and lowest:
                 self[name].fill_(lowest)
         return self
+
+    @property
+    def maxima(self) -> Tensor:
+        return self.table[: sum(name in MAXIMA for name in self.names)]
+
+    @property
+    def sums(self) -> Tensor:
+        return self.table[sum(name in MAXIMA for name in self.names) :]
 
     def __contains__(self, name: str) -> bool:
         return name in self.names

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from ..backends.backend import Backend, float32_precision
 from ..losses.block import Block, Tile
-from ..losses.state import MAXIMA, OWN_MAX, State, state_fields
+from ..losses.state import OWN_MAX, State, state_fields
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
@@ -38,10 +38,12 @@ class Call:
         self.ranks, self.scale = handshake.ranks, handshake.scale
         self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
+        if options.return_stats and self.spec.epilogue == "sigmoid":
+            self.layout.has_column_statistics = True
         operand_dtype = self._operand_dtype()
         self.side_for_scale = self._side_for_scale(operand_dtype) if handshake.needs.scale else []
         self.sum_for_scale = handshake.needs.scale and not self.side_for_scale
-        self.shift = self.layout.shift = self._common_shift() if shift is None else shift
+        self.shift = self._common_shift() if shift is None else shift
         self.plan = plan or self._make_plan(operand_dtype)
         if self.layout.gathers:
             self.gathered = self.layout.gather(gathered)
@@ -138,12 +140,10 @@ class Call:
 
     # ---- tiles and blocks
 
-    def tiles(
-        self, kept: Tensor, brought: tuple[str, ...] = (), collected: str = ""
-    ) -> Iterator[tuple[Tile, Tensor | None]]:
+    def tiles(self, kept: Tensor, collects_grads: bool = False) -> Iterator[tuple[Tile, Tensor | None]]:
         """Every tile, with its part of what is kept. See Layout.strips."""
         plan, size = self.plan, self.plan.slot_size
-        strips = self.layout.strips(plan.rows, plan.columns, brought, collected)
+        strips = self.layout.strips(plan.rows, plan.columns, collects_grads)
         for index, tile in enumerate(chain.from_iterable(strips)):
             yield tile, kept[index * size : (index + 1) * size] if index < plan.kept else None
 
@@ -158,13 +158,8 @@ class Call:
         return 1.0 if self.inputs.weight is None else largest(self.weights)
 
     @cached_property
-    def num_losses(self) -> float:
-        """Of all ranks."""
-        return float(sum(info.rows[index] for info in self.handshake.infos for index in self.layout.row_inputs))
-
-    @cached_property
     def weights(self) -> Tensor:
-        """The weight of every row with a loss in the table of statistics."""
+        """Of every row with a loss, on all ranks."""
         weight, num_inputs = self.inputs.weight, len(self.layout.row_inputs)
         if weight is None:
             return self.inputs.rows.new_ones(self.layout.num_losses, dtype=torch.float64)
@@ -173,29 +168,24 @@ class Call:
 
     def attach_state(self, table: Tensor | None = None) -> State:
         """Give every block its part of the statistics, by default of no columns."""
-        names = state_fields(self.spec, self.options.return_stats)
-        layout = self.layout
+        names, layout = state_fields(self.spec, self.options.return_stats), self.layout
         if table is None:
-            state = State.neutral(names, layout.table_length, layout.device, self.shift)
+            columns = layout.has_column_statistics and not self.spec.symmetric
+            length = layout.num_losses + (layout.length(layout.column_inputs) if columns else 0)
+            state = State.neutral(names, length, layout.device, self.shift)
         else:
             state = State(names, table)
-        for block, start, stop in layout.spans():
-            block.state, block.state_is_empty = state.slice(start, stop), table is None and not layout.overlaps
+        layout.attach(state=state)
         return state
 
-    def all_reduce_statistics(self, state: State) -> None:
-        """Where columns were gathered: add up the statistics of all ranks, each of which has tiles of its own rows."""
-        sums = [name for name in state.names if name not in MAXIMA]
-        maxima = [name for name in state.names if name in MAXIMA and (name != "max" or self.shift == OWN_MAX)]
-        if maxima:
-            found = self.ranks.all_reduce(torch.stack([state[name] for name in maxima]), ReduceOp.MAX)
-            for name, new in zip(maxima, found.unbind(), strict=True):
-                if name == "max":
-                    state["sum_exp"].mul_((state["max"] - new.clamp_min(torch.finfo(torch.float64).min)).exp_())
-                state[name].copy_(new)
-        found = self.ranks.all_reduce(torch.stack([state[name] for name in sums]), ReduceOp.SUM)
-        for name, new in zip(sums, found.unbind(), strict=True):
-            state[name].copy_(new)
+    def all_reduce(self, state: State) -> None:
+        """Merge the statistics of all ranks, each of which has had tiles of its own rows."""
+        if self.shift == OWN_MAX or self.options.return_stats:
+            before = state["max"].clone() if "max" in state else None
+            self.ranks.all_reduce(state.maxima, ReduceOp.MAX)
+            if before is not None:
+                state["sum_exp"].mul_((before - state["max"].clamp_min(torch.finfo(torch.float64).min)).exp_())
+        self.ranks.all_reduce(state.sums, ReduceOp.SUM)
 
     def attach_grads(self) -> None:
         """Memory for the gradients of features."""
@@ -218,26 +208,19 @@ class Call:
         """d objective / d (loss of every row), divided by the `largest`, so that dlogits are of size 1."""
         if not self.has_row_grads:
             return
-        num_losses = self.layout.num_losses
-        row_grad = state.slice(0, num_losses).where_positives(self.spec, self.weights)
+        row_grad = state.slice(0, self.layout.num_losses).where_positives(self.spec, self.weights)
         if upstream is not None:
             row_grad = row_grad * upstream
         if isinstance(largest, Tensor):
             row_grad = row_grad / largest
-        for block, start, stop in self.layout.spans():
-            if start < num_losses:
-                block.row_grad = row_grad[start:stop]
-            elif self.spec.column_loss:  # of the pair of the same number
-                block.row_grad = row_grad[start - num_losses : stop - num_losses]
+        self.layout.attach(row_grad=row_grad.repeat(self.spec.directions))  # a column's is that of its pair
 
     def attach_factors(self, state: State) -> None:
         """What dlogits need of the complete statistics, for all rows and columns at once."""
         if self.spec.epilogue == "softmax":
-            inverse = state["sum_exp"].reciprocal().to(self.layout.dtype)
-            maxima = state["max"].to(self.layout.dtype) if self.shift == OWN_MAX else None
-            for block, start, stop in self.layout.spans():
-                block.inverse_sum = inverse[start:stop]
-                block.float_max = None if maxima is None else maxima[start:stop]
+            self.layout.attach(inverse_sum=state["sum_exp"].reciprocal().to(self.layout.dtype))
+            if self.shift == OWN_MAX:
+                self.layout.attach(float_max=state["max"].to(self.layout.dtype))
 
 
 def largest(row_grads: Tensor) -> Tensor:

@@ -45,8 +45,6 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
     handshake = Handshake.of_forward(inputs, options)
     call = Call(inputs, options, handshake)
     plan, spec, layout = call.plan, call.spec, call.layout
-    # What other ranks add up for this rank's columns: their state, where columns have one.
-    collected = "state" if spec.two_sided or (spec.epilogue == "sigmoid" and options.return_stats) else ""
     result = None
     while result is None:
         state = call.attach_state()
@@ -54,10 +52,10 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
             kept, scalars = _one_pass(call, state)
         else:
             kept = workspace.allocate(plan.kept * plan.slot_size, layout.dtype, layout.device)
-            for tile, slot in call.tiles(kept, collected=collected):
+            for tile, slot in call.tiles(kept):
                 call.backend.accumulate_statistics(tile, slot)
-            if layout.gathers:
-                call.all_reduce_statistics(state)
+            if options.group:
+                call.all_reduce(state)
         result = reduce_losses(call, state)
         if result is None:  # one shift for all logits was too much for one of the rows
             gathered = call.gathered
@@ -93,7 +91,7 @@ def _one_pass(call: Call, state: State) -> tuple[Tensor, Tensor]:
                 backend.accumulate_statistics(tile, slot)
             for tile, slot in slots:
                 backend.accumulate_gradients(tile, slot)
-    denominator = call.num_losses if call.inputs.weight is None else call.weights.sum()
+    denominator = layout.num_losses if call.inputs.weight is None else call.weights.sum()
     return gradients, finish_gradients(call, 1.0, denominator, call.largest_weight)
 
 
@@ -110,21 +108,19 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
         return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
     handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
     call = Call(inputs, options, handshake, saved.plan, saved.shift, saved.gathered)
-    layout, spec = call.layout, call.spec
-    state = call.attach_state(saved.state)
+    layout, state = call.layout, call.attach_state(saved.state)
     call.attach_factors(state)
-    denominator, largest_row_grad = saved.scalars.unbind() if len(saved.scalars) else (call.num_losses, 1.0)
+    denominator, largest_row_grad = saved.scalars.unbind() if len(saved.scalars) else (layout.num_losses, 1.0)
     factor: Tensor | float = 1.0
     of_rows = layout.all_rows(upstream.double()) if options.reduction == "none" else None
     if of_rows is not None:
-        largest_row_grad = call.ranks.all_gather(largest(of_rows * call.weights)[None]).amax()
+        largest_row_grad = largest(of_rows * call.weights)
     else:
         factor = upstream.item() if layout.device.type == "cpu" else upstream
     call.attach_row_grads(state, largest_row_grad, of_rows)
     call.attach_grads()
-    brought = ("state", "row_grad")[: 1 + call.has_row_grads] if spec.two_sided else ()
     needs_scalars = handshake.needs.scale or handshake.needs.bias
-    for tile, slot in call.tiles(saved.kept, brought, collected="grad"):
+    for tile, slot in call.tiles(saved.kept, collects_grads=True):
         # On other ranks' account this one meets tiles on which no gradient depends.
         if tile.rows.grad is not None or tile.columns.grad is not None or needs_scalars:
             call.backend.accumulate_gradients(tile, slot)

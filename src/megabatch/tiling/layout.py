@@ -5,6 +5,7 @@ begins is arithmetic on the numbers of rows that the ranks have exchanged.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, islice
 from math import prod
 from typing import Any
@@ -24,7 +25,7 @@ from .options import LossInputs, compute_dtype
 ALIGNMENT = 64  # bytes, of a tensor in a message
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: dtype and shape
-Members = dict[str, Any]  # of a Block, by name: tensors, and a State
+Members = dict[str, Any]  # tensors of a Block, by name
 
 
 class Layout:
@@ -35,6 +36,7 @@ class Layout:
         rows, columns: Of them; of a symmetric loss, all are both. After `gather`, columns are those of all ranks.
         reach: How many other ranks' columns come by. Of a symmetric loss half are enough.
         gathers: Columns are exchanged all at once, not from neighbour to neighbour.
+        vectors: What all rows, and then all columns, of all ranks have: see `attach`.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Layout:
     ) -> None:
         self.spec, self.ranks, self.infos = spec, ranks, infos
         self.normalize, self.overlap, self.gathers = normalize, overlap, gathers and ranks.size > 1
-        self.shift = 0.0  # of the states of remote columns
+        self.has_column_statistics = spec.two_sided
+        self.vectors: dict[str, Any] = {}
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric and inputs.columns is not None else (0,)
         self.column_inputs = self.row_inputs if spec.symmetric else (1, 2)
         self._offsets: dict[int, list[int]] = {}  # by input: where every rank's rows begin
@@ -88,47 +91,52 @@ class Layout:
         remote = [owner.rows[index] for owner in owners for index in self.column_inputs]
         return list(map(len, self.columns)), [sum(remote)] if self.gathers else remote
 
-    @property
-    def blocks(self) -> list[Block]:
-        """Those that have statistics."""
-        return self.columns if self.spec.symmetric else [*self.rows, *self.columns]
+    def length(self, inputs: tuple[int, ...]) -> int:
+        """Rows of these inputs, on all ranks."""
+        return sum(info.rows[index] for info in self.infos for index in inputs)
 
-    def spans(self) -> list[tuple[Block, int, int]]:
-        """Every block, and its rows in the table of statistics: rows, then columns, of all ranks if gathered."""
-        blocks, starts = self.blocks, list(accumulate(map(len, self.blocks), initial=0))
-        if self.gathers and not self.spec.symmetric:
-            starts = [self.rows[0].offset, *(self.num_losses + block.offset for block in self.columns)]
-        return [(block, start, start + len(block)) for block, start in zip(blocks, starts, strict=False)]
-
-    @property
-    def table_length(self) -> int:
-        return self.num_losses + (0 if self.spec.symmetric else sum(map(len, self.columns)))
+    @cached_property
+    def num_losses(self) -> int:
+        return self.length(self.row_inputs)
 
     @property
     def overlaps(self) -> bool:
         """Strips of gathered columns are also strips of rows, so that none of them knows whether it is the first."""
         return self.gathers and self.spec.symmetric
 
-    @property
-    def num_losses(self) -> int:
-        """Rows with a loss in the table of statistics."""
-        if not self.gathers:
-            return sum(map(len, self.rows))
-        return sum(info.rows[index] for info in self.infos for index in self.row_inputs)
-
     def own_losses(self, losses: Tensor) -> Tensor:
         """Those of this rank's rows."""
-        if not self.gathers:
+        if self.ranks.size == 1:
             return losses
-        spans = [(self._offsets[index][self.ranks.rank], len(self.own[index])) for index in self.row_inputs]
-        return torch.cat([losses[start : start + length] for start, length in spans])
+        return torch.cat(
+            [losses[block.offset : block.offset + len(block)] for block in self.own[: len(self.row_inputs)]]
+        )
 
     def all_rows(self, numbers: Tensor) -> Tensor:
-        """Those of all ranks where they are gathered, from those of this rank's rows that have a loss."""
-        if not self.gathers:
+        """Those of all ranks, from those of this rank's rows that have a loss."""
+        if self.ranks.size == 1:
             return numbers
         parts = torch.split(numbers, [len(self.own[index]) for index in self.row_inputs])
         return torch.cat([self.gather_rows(part, index) for index, part in zip(self.row_inputs, parts, strict=True)])
+
+    def attach(self, **vectors: Any) -> None:
+        """Give every block its part of these: members of a Block, for all rows of all ranks and then, where they have
+        statistics, all columns. Columns of other ranks get theirs when they come by."""
+        self.vectors |= vectors
+        for block in self.rows:
+            self._attach(block, block.offset)
+        for block in self.columns:
+            self._attach_to_columns(block)
+
+    def _attach_to_columns(self, block: Block) -> None:
+        if self.has_column_statistics:
+            self._attach(block, block.offset if self.spec.symmetric else self.num_losses + block.offset)
+
+    def _attach(self, block: Block, start: int) -> None:
+        for name, numbers in self.vectors.items():
+            stop = start + len(block)
+            setattr(block, name, numbers.slice(start, stop) if isinstance(numbers, State) else numbers[start:stop])
+        block.state_is_empty = not self.overlaps
 
     def is_row_only(self, block: Block) -> bool:
         """Its gradient is complete here, where the columns of all ranks were gathered."""
@@ -195,16 +203,9 @@ class Layout:
 
     # ---- the loop over tiles
 
-    def strips(
-        self, height: int, width: int, brought: tuple[str, ...] = (), collected: str = ""
-    ) -> Iterator[list[Tile]]:
+    def strips(self, height: int, width: int, collects_grads: bool = False) -> Iterator[list[Tile]]:
         """The only loop over tiles, by strips of rows: half of those with the own columns, those with the columns of
-        every other rank, and the other half.
-
-        Args:
-            brought: Names of members of a Block that travel with columns, beside the features.
-            collected: Name of the member that other ranks add up for columns: "state", "grad", or "" for none.
-        """
+        every other rank, and the other half. `collects_grads`: ranks add up gradients for each other's columns."""
         if self.gathers and self.spec.symmetric:
             rank = self.ranks.rank
             self.rows = [self._part(block, index, rank, rank + 1) for index, block in enumerate(self.columns)]
@@ -215,8 +216,8 @@ class Layout:
             if self.spec.symmetric and self.gathers:
                 yield from self._gathered_tiles(rows, width)
             return
-        packed = PackedColumns(self, ("features", "ids", "inverse_norm", *brought))
-        sums = PackedColumns(self, (collected,) if collected else ())
+        packed = PackedColumns(self, ("features", "ids", "inverse_norm"))
+        sums = PackedColumns(self, ("grad",) if collects_grads else ())
         parts = iter((islice(own, -(-len(rows) // 2)), own))
         own_block = packed.pack(sums.size)
         for step in ring_pass(self.ranks, self.reach, own_block, packed.size, sums.add, overlap=self.overlap):
@@ -253,13 +254,13 @@ class Layout:
     def _remote_blocks(self, owner: int, brought: list[Members], added: list[Members]) -> list[Block]:
         """The columns of another rank, with nothing added up for them so far."""
         info, blocks = self.infos[owner], []
-        for index, members, sums in zip(self.column_inputs, brought, added, strict=True):
-            for value in sums.values():
-                value.reset(self.shift) if isinstance(value, State) else value.zero_()
+        for index, members, grads in zip(self.column_inputs, brought, added, strict=True):
             if info.rows[index]:
-                offset, max_norm = self._offsets[index][owner], info.max_norms[index]
-                fresh = "state" in sums
-                blocks.append(Block(offset=offset, max_norm=max_norm, state_is_empty=fresh, **members, **sums))
+                block = Block(offset=self._offsets[index][owner], max_norm=info.max_norms[index], **members, **grads)
+                if block.grad is not None:
+                    block.grad.zero_()
+                self._attach_to_columns(block)
+                blocks.append(block)
         return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
@@ -303,7 +304,6 @@ class PackedColumns:
 
     def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
         self.layout, self.names = layout, names
-        self.state_names = layout.columns[0].state.names
         self.kinds = [
             [kind for index in layout.column_inputs for kind in self._kinds(info, index)] for info in layout.infos
         ]
@@ -317,8 +317,6 @@ class PackedColumns:
             "features": (info.dtypes[index], (length, layout.width)),
             "ids": (torch.int64, (length * info.ids[index],)),
             "inverse_norm": (layout.dtype, (length * layout.normalize,)),
-            "state": (torch.float64, (len(self.state_names), length)),
-            "row_grad": (torch.float64, (length,)),
             "grad": (layout.dtype, (length * info.needs[index], layout.width)),
         }
         return [known[name] for name in self.names]
@@ -328,8 +326,7 @@ class PackedColumns:
         memory = torch.empty(self.size + room, dtype=torch.uint8, device=self.layout.device)
         for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
             for name, inside in members.items():
-                value = getattr(block, name)
-                inside.table.copy_(value.table) if isinstance(value, State) else inside.copy_(value)
+                inside.copy_(getattr(block, name))
         return memory
 
     def unpack(self, rank: int, memory: Tensor) -> list[Members]:
@@ -337,10 +334,7 @@ class PackedColumns:
         kinds = zip(self.starts, self.kinds[rank], strict=True)
         views = (memory[start:].view(dtype)[: prod(shape)].view(shape) for start, (dtype, shape) in kinds)
         blocks = [{name: next(views) for name in self.names} for _ in self.layout.column_inputs]
-        return [
-            {name: State(self.state_names, x) if name == "state" else x for name, x in members.items() if x.numel()}
-            for members in blocks
-        ]
+        return [{name: x for name, x in members.items() if x.numel()} for members in blocks]
 
     def unpack_all(self, memory: Tensor) -> list[Members]:
         """Those of all ranks, by input, one after the other."""
@@ -363,7 +357,4 @@ class PackedColumns:
         sums = map(vars, self.layout.columns) if into is None else self.unpack(rank, into)
         for members, others in zip(sums, self.unpack(rank, memory), strict=False):
             for name, value in others.items():
-                if isinstance(value, State):
-                    members[name].merge({field: value[field] for field in value.names})
-                else:
-                    members[name].add_(value)
+                members[name].add_(value)

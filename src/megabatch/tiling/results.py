@@ -40,7 +40,7 @@ class Reduced(NamedTuple):
 
 
 def reduce_losses(call: Call, state: State) -> Reduced | None:
-    """From the statistics of this rank's rows. None where a sum of exponentials has underflowed."""
+    """From the statistics of all rows. None where a sum of exponentials has underflowed."""
     spec, options, layout = call.spec, call.options, call.layout
     num_rows = layout.num_losses
     rows = state if spec.two_sided else state.slice(0, num_rows)
@@ -60,13 +60,11 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
         columns = state if spec.symmetric else state.slice(num_rows, None)
         sums |= _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
     largest_weight = call.largest_weight
-    if options.group and not layout.gathers:
-        sums, largest_weight = _over_ranks(call, sums)
     if call.shift > 0 and sums["underflows"].item():
         return None
     if isinstance(largest_weight, Tensor):
         _check_weights(call, largest_weight)
-    denominator = sums.get("weight", call.num_losses)
+    denominator = sums.get("weight", float(num_rows))
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
         denominator = torch.where(sums["weight"] == 0, 1.0, sums["weight"])
     mean, stats = sums["loss"] / (denominator * directions), None
@@ -78,17 +76,6 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
         means = torch.stack([sums[name] for name in STATISTICS]) / denominator
         stats = torch.cat([mean[None], means[3:].mean()[None], means])
     return Reduced(value, stats, denominator, largest_weight)
-
-
-def _over_ranks(call: Call, sums: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | float]:
-    """The sums of all ranks, and their largest weight."""
-    largest_weight, own = call.largest_weight, list(sums.values())
-    if isinstance(largest_weight, Tensor):
-        own.append(largest_weight)
-    everyones = call.ranks.all_gather(torch.stack(own))
-    if isinstance(largest_weight, Tensor):
-        largest_weight = everyones[:, -1].amax()
-    return dict(zip(sums, everyones.sum(0).unbind(), strict=False)), largest_weight
 
 
 def _check_weights(call: Call, largest_weight: Tensor) -> None:
