@@ -10,7 +10,7 @@ import torch
 import megabatch
 from megabatch.distributed import ranks as distributed_ranks
 from megabatch.distributed.ranks import NUMBERS, Ranks
-from megabatch.tiling.handshake import DTYPES, RankInfo
+from megabatch.tiling.handshake import DTYPES, GroupInfo, RankInfo
 
 from .ranks import Pool
 
@@ -28,21 +28,27 @@ INFO = RankInfo(
 )
 
 
-def same(one: RankInfo, other: RankInfo) -> bool:
-    """NaN included, and types."""
-    return repr(one) == repr(other)
-
-
-@pytest.mark.parametrize("info", [INFO, RankInfo()], ids=["full", "default"])
-def test_what_a_rank_brings_survives_the_message(info: RankInfo) -> None:
-    numbers = torch.tensor(info.encode(), dtype=torch.float64).tolist()
-    assert len(numbers) <= NUMBERS
-    assert same(RankInfo.decode(numbers), info)
+def test_what_ranks_bring_survives_the_message() -> None:
+    infos = [INFO, RankInfo()]
+    numbers = torch.tensor([info.encode() for info in infos], dtype=torch.float64)
+    assert numbers.shape[1] <= NUMBERS
+    found = GroupInfo.decode(numbers.tolist())
+    for name, lists in found._asdict().items():
+        for rank, info in enumerate(infos):
+            value = getattr(info, name)
+            of_rank = tuple(numbers[rank] for numbers in lists) if isinstance(value, tuple) else lists[rank]
+            if name == "dtypes":
+                of_rank = tuple(DTYPES[int(code)] for code in of_rank)
+            assert of_rank == value, name
+    assert all(type(length) is int for lengths in found.rows for length in lengths)
+    assert found.length(0, 1) == 3 + 2**40 + 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_features_has_a_number(dtype: torch.dtype) -> None:
-    assert RankInfo.decode(RankInfo(dtypes=(dtype,) * 3).encode()).dtypes == (dtype,) * 3
+    """A rank without rows does not count."""
+    ranks = [RankInfo(rows=(1, 0, 0), dtypes=(dtype,) * 3), RankInfo()]
+    assert GroupInfo.decode([info.encode() for info in ranks]).dtype(0) == dtype
 
 
 def numbers_and_collectives(rank: int, group: Any) -> tuple[list[list[float]], int]:

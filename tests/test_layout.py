@@ -9,7 +9,7 @@ import torch
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block
 from megabatch.losses.spec import Spec
-from megabatch.tiling.handshake import RankInfo
+from megabatch.tiling.handshake import GroupInfo, RankInfo
 from megabatch.tiling.layout import Layout, cross
 from megabatch.tiling.options import LossInputs
 
@@ -23,12 +23,12 @@ def layouts(spec: Spec, num_ranks: int, negatives: bool) -> list[Layout]:
         RankInfo((rows, rows, extra if negatives else 0), (torch.float32,) * 3, (False,) * 3, (1.0,) * 3)
         for rows, extra in zip(ROWS[:num_ranks], NEGATIVES, strict=False)
     ]
-    found = []
+    together, found = GroupInfo.decode([info.encode() for info in infos]), []
     for rank, info in enumerate(infos):
         rows, columns, extra = (torch.zeros(length, 2) for length in info.rows)
         inputs = LossInputs(rows, columns, extra if negatives else None)
         ranks: Any = SimpleNamespace(rank=rank, size=num_ranks)
-        found.append(Layout(inputs, spec, ranks, infos))
+        found.append(Layout(inputs, spec, ranks, together))
     return found
 
 

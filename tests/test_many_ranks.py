@@ -114,7 +114,7 @@ def test_a_refusal_is_sent_from_the_device_of_the_features(monkeypatch: pytest.M
     """On a group of NCCL alone, a rank that sent from another GPU would leave the others waiting."""
     seen: list[object] = []
     monkeypatch.setattr(Ranks, "__init__", lambda self, *names, device=None: seen.append(device))
-    monkeypatch.setattr(Ranks, "handshake", lambda self, same, error: None)
+    monkeypatch.setattr(Ranks, "handshake", lambda self, same, errors: None)
     with pytest.raises(ValueError, match="wrong"), refuse_together("f", "a group", torch.empty(2, device="meta")):
         raise ValueError("wrong")
     assert seen == [torch.device("meta")]

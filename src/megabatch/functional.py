@@ -271,7 +271,7 @@ def _run(inputs: LossInputs, options: LossOptions, unused_bias: Tensor | None = 
     """The only place that knows how the tiled computation is called."""
     value, stats = contrastive_loss(inputs, options)
     if unused_bias is not None:
-        value = value + (unused_bias.sum() * 0).to(value)
+        value = value + (unused_bias.sum() * 0).to(value.dtype)
     if stats is None or not options.return_stats:
         return value
     loss, accuracy, positive_logit, *each_direction = stats.detach().to(value.dtype).unbind()

@@ -74,25 +74,25 @@ class _ContrastiveLoss(nn.Module):
         own = "none" if self.logit_scale is None else f"{self.logit_scale.detach().exp().item():.4g}"
         return ", ".join([f"logit_scale={own}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
-    def _scale(self, given: Scalar | None) -> Scalar | None:
+    def _scale(self, features: Tensor, given: Scalar | None) -> Scalar | None:
         if self.logit_scale is None:
-            self._refuse_if(given is None, "logit_scale must be passed, because this module owns none.")
+            self._refuse_if(given is None, features, "logit_scale must be passed, because this module owns none.")
             return given
-        self._refuse_if(given is not None, f"logit_scale {_OWNS_ONE}")
+        self._refuse_if(given is not None, features, f"logit_scale {_OWNS_ONE}")
         if self.training and self.max_logit_scale is not None:
             with torch.no_grad():
                 self.logit_scale.clamp_(max=math.log(self.max_logit_scale))
         return self.logit_scale.exp()
 
-    def _refuse_if(self, wrong: bool, why: str) -> None:
+    def _refuse_if(self, wrong: bool, features: Tensor, why: str) -> None:
         """Raise on all ranks: the others have called the function, where they wait for this one."""
         if wrong:
             function = type(self).function.__name__
-            with refuse_together(function, checks.group_name(function, self.options.get("group", ...))):
+            with refuse_together(function, checks.group_name(function, self.options.get("group", ...)), features):
                 raise ValueError(f"{type(self).__name__}: {why}")
 
     def _run(self, first: Tensor, second: Tensor, scale: Scalar | None, output_dict: bool, **keywords: Any) -> Any:
-        result = type(self).function(first, second, self._scale(scale), **self.options, **keywords)
+        result = type(self).function(first, second, self._scale(first, scale), **self.options, **keywords)
         if not output_dict:
             return result
         if isinstance(result, tuple):
@@ -136,7 +136,7 @@ class _ImageTextLoss(_ContrastiveLoss):
     ) -> Any:
         """The loss, or {"contrastive_loss": loss} with `output_dict`."""
         if self.logit_bias is not None:
-            self._refuse_if(logit_bias is not None, f"logit_bias {_OWNS_ONE}")
+            self._refuse_if(logit_bias is not None, image_features, f"logit_bias {_OWNS_ONE}")
             logit_bias = self.logit_bias
         keywords = {"logit_bias": logit_bias, "weight": weight, "ids": ids}
         return self._run(image_features, text_features, logit_scale, output_dict, **keywords)

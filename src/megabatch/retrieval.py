@@ -17,7 +17,7 @@ from .keywords import SearchKeywords, complete, with_keywords
 from .losses.block import Block, IndexedTargets, Tile
 from .losses.spec import Spec
 from .tiling.guards import check_indices, row_norms
-from .tiling.handshake import RankInfo, feature_facts
+from .tiling.handshake import GroupInfo, RankInfo, feature_facts
 from .tiling.layout import Layout
 from .tiling.options import LossInputs, compute_dtype
 
@@ -176,33 +176,29 @@ class _Search:
             max_norms=(0.0, float(self.max_key_norm) if self.may_wait else 0.0, 0.0),
             budget=self.budget,
         )
-        everyones = self.ranks.handshake(same, mine.encode(), call_site=self.call_site)
-        infos = [RankInfo.decode(own) for own in everyones]
-        self.num_keys = sum(info.rows[1] for info in infos)
-        self.max_key_norm = max(info.max_norms[1] for info in infos) if self.may_wait else self.max_key_norm
+        info = GroupInfo.decode(self.ranks.handshake(same, mine.encode(), call_site=self.call_site))
+        self.num_keys = info.length(1)
+        self.max_key_norm = max(info.max_norms[1]) if self.may_wait else self.max_key_norm
         if self.num_keys == 0:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
         if k is not None and not 1 <= k <= self.num_keys:
             raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
         gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
-        fits = gathered <= min(info.budget or self.budget for info in infos)
+        fits = gathered <= min(info.budget)
         self.layout = Layout(
             inputs,
             Spec("softmax"),
             self.ranks,
-            infos,
+            info,
             normalize=self.normalize,
             overlap=self.options["overlap"],
             gathers=fits if exchange == "auto" else exchange == "gather",
         )
         if self.layout.gathers:
             self.layout.gather()
-        error = None
-        try:
-            self.sides = self._sides(max(info.rows[1] for info in infos))
-        except ValueError as refused:
-            error = refused.with_traceback(None)  # which would hold this frame, and with it the group
-        self.ranks.handshake({}, error=error)
+        with self.ranks.deferred_errors() as errors:
+            self.sides = self._sides(max(info.rows[1]))
+        self.ranks.handshake({}, errors=errors)
         self.ones = torch.ones(self.sides[1], dtype=self.dtype, device=self.key.device)
 
     def _sides(self, most_keys: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ NUM_SLOTS = 7  # for partial statistics of a row or a column of one block, as th
 MERGED_ROWS = 32  # by one program
 
 
+@cache
 def _import_trouble() -> str:
     """Why there are no kernels; "" where there are."""
     if find_spec("triton") is None:

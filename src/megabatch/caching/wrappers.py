@@ -250,7 +250,7 @@ def agreed(fact: Any, group_names: Sequence[str], error: Exception | None, merge
     for name in group_names:
         try:
             ranks = Ranks("chunked", name)
-            ranks.handshake({}, error=error)
+            ranks.handshake({}, errors=[] if error is None else [error])
             fact = merge(ranks.all_gather_json(fact))
         except (ValueError, TypeError) as refusal:  # noqa: PERF203
             error = refusal  # and on to the next group, where others wait
@@ -272,4 +272,6 @@ def check_same_chunks(own: int, modules: Iterable[nn.Module], error: Exception |
     norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm) and module.training]
     groups: Any = dict.fromkeys(norm.process_group or dist.group.WORLD for norm in norms)
     for group in (group for group in groups if group is not None and dist.get_world_size(group) > 1):
-        Ranks("chunked", group.group_name).handshake({"the number of chunks under SyncBatchNorm": own}, error=error)
+        Ranks("chunked", group.group_name).handshake(
+            {"the number of chunks under SyncBatchNorm": own}, errors=[] if error is None else [error]
+        )

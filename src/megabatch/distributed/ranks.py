@@ -62,9 +62,9 @@ class Ranks:
         return 0 if self.group is None else _handshakes.get(self.group, 0)
 
     def handshake(
-        self, same: Facts, own: Sequence[float] = (), error: Exception | None = None, call_site: str = ""
+        self, same: Facts, own: Sequence[float] = (), errors: list[Exception] | None = None, call_site: str = ""
     ) -> list[list[float]]:
-        """Every rank's `own`, if all ranks bring the `same` and none has an `error`; else one exception on every rank.
+        """Every rank's `own`, if all ranks bring the `same` and none has errors; else one exception on every rank.
 
         One collective: what must be the same travels as a hash, and as text only where something is wrong.
 
@@ -73,13 +73,11 @@ class Ranks:
                 rank would otherwise go unnoticed.
         """
         if self.group is None:
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # which would hold this frame
+            if errors:
+                raise errors.pop()  # out of a list that this frame, and so its traceback, holds
             return [list(own)]
         _handshakes[self.group] = self.num_handshakes + 1
+        error = errors.pop() if errors else None
         kind = next((index for index, kind in enumerate(ERRORS) if isinstance(error, kind)), 0)
         refusal = None if error is None else [kind, str(error)]
         facts = [f"{self.function}, {self.where}", refusal, call_site, same]
@@ -89,6 +87,15 @@ class Ranks:
         if error is not None or len({digest for digest, *_ in everyones}) > 1:
             self._compare(facts, error)
         return [each[1 : 1 + len(own)] for each in everyones]
+
+    @contextmanager
+    def deferred_errors(self) -> Iterator[list[Exception]]:
+        """An error of this rank, for a handshake to raise it on all."""
+        errors: list[Exception] = []
+        try:
+            yield errors
+        except (ValueError, Warning) as error:  # a warning that the user turned into an error
+            errors.append(error.with_traceback(None))  # which would hold frames, and with them the features
 
     def _compare(self, facts: list[Any], error: Exception | None) -> None:
         """Raise, on every rank, the first thing that is wrong."""
@@ -235,7 +242,7 @@ class refuse_together:
         refused = isinstance(error, ValueError | TypeError | Warning)  # a warning that the user turned into an error
         if self.group_name and refused and not torch.compiler.is_compiling():
             assert isinstance(error, Exception)
-            Ranks(self.function, self.group_name, device=self.device).handshake({}, error=error)
+            Ranks(self.function, self.group_name, device=self.device).handshake({}, errors=[error])
 
 
 @cache

@@ -15,7 +15,7 @@ def ring_pass(
     reach: int,
     own: Tensor,
     size: int,
-    add: Callable[[int, Tensor, Tensor | None], None],
+    add: Callable[[Tensor, Tensor | None], None],
     *,
     overlap: bool = True,
 ) -> Iterator[tuple[int, Tensor, Tensor] | None]:
@@ -30,8 +30,7 @@ def ring_pass(
             of ranks need meet on one side only.
         own: This rank's packed block and, after its `size`, room for what is added up for a rank: bytes, as many on all
             ranks.
-        add: (owner, sums, into): add what was added up for the owner to what is in memory here or, for None, to the
-            owner's own.
+        add: (sums, into): add what was added up for a rank to what is in memory here or, for None, to this rank's own.
         overlap: Blocks are sent while others are computed on. Otherwise every transfer is waited for.
     """
 
@@ -52,7 +51,7 @@ def ring_pass(
         if step == 2:  # for the block of the last step, of which no other rank has had anything before
             here[size:].copy_(mine)
         elif step > 2:
-            add((ranks.rank - step + 1) % ranks.size, mine, here[size:])
+            add(mine, here[size:])
         if step < reach:
             used = size if step < 2 else len(own)
             moving = start(1, here[:used], other[:used], BLOCKS)
@@ -64,8 +63,8 @@ def ring_pass(
             yield (ranks.rank - step) % ranks.size, here[:size], mine
     if reach > 1:
         ranks.wait(moving)
-        add((ranks.rank - reach) % ranks.size, other[size:], mine)
+        add(other[size:], mine)
     moving = start(-reach, mine, here[size:], SUMS)
     yield None
     ranks.wait(moving)
-    add(ranks.rank, here[size:], None)
+    add(here[size:], None)

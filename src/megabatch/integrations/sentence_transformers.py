@@ -168,23 +168,16 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
 
     def _agree(self, embeddings: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
         """The embeddings, with hard negatives if any rank has some; or what is wrong on any rank, raised on all."""
-        error = None
-        try:
+        ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
+        with ranks.deferred_errors() as errors:
             self._check_settings()
             self._check_columns(embeddings)
-        except ValueError as refusal:
-            error = refusal
         settings = {
             "directions": list(self.directions),
             "partition_mode": self.partition_mode,
             "mask_duplicates": self.mask_duplicates,
         }
-        ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
-        try:
-            with_negatives = ranks.handshake(settings, [len(embeddings) > 2], error)
-        finally:
-            # Its traceback holds this frame: together they would keep the group, and its threads, past its end.
-            error = None
+        with_negatives = ranks.handshake(settings, [len(embeddings) > 2], errors)
         if any(any(rank) for rank in with_negatives) and len(embeddings) == 2:
             return [*embeddings, embeddings[0][:0]]
         return embeddings

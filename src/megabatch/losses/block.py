@@ -1,6 +1,5 @@
 """Block and Tile: rows of one side of the logits with all that belongs to them, and where two blocks cross."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -26,7 +25,6 @@ class Block:
         target_offset: Index, on the other side, of the first row's positive; those of the next rows follow it.
         targets: Index of every row's positive where they do not follow each other.
         inverse_norm: 1 / length of every row, where rows are normalised.
-        max_norm: No row, as multiplied, is longer. inf where the host does not know.
         state: Statistics of the logits so far.
         state_is_empty: They are those of no columns.
         row_grad: d loss / d (loss of this row), up to a factor common to all rows. None: 1.
@@ -42,7 +40,6 @@ class Block:
     target_offset: int | None = None
     targets: Tensor | None = None
     inverse_norm: Tensor | None = None
-    max_norm: float = math.inf
     state: State = _EMPTY_STATE
     state_is_empty: bool = False
     row_grad: Tensor | None = None

@@ -36,7 +36,7 @@ class Call:
         """A backward comes with plan and shift of its forward, made anew they might differ, and what that gathered."""
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
-        self.layout = Layout(inputs, self.spec, self.ranks, handshake.infos, bool(options.normalize), options.overlap)
+        self.layout = Layout(inputs, self.spec, self.ranks, handshake.info, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
         if options.return_stats and self.spec.epilogue == "sigmoid":
             self.layout.has_column_statistics = True
@@ -75,12 +75,13 @@ class Call:
 
     def _side_for_scale(self, operand_dtype: torch.dtype) -> list[Block]:
         """A side from whose gradients the scale's follows, because they are exact and, on all ranks, whole; or none."""
-        layout, infos = self.layout, self.handshake.infos
+        layout, info = self.layout, self.handshake.info
         if operand_dtype == layout.dtype and float32_precision(layout.device) == "ieee":
             sides = ((layout.rows, layout.row_inputs), (layout.columns, layout.column_inputs))
             # Gathered rows have their whole gradient at once, columns only when they are back at home.
             for side, which in sides[:1] if layout.gathers else sides:
-                if all(info.needs[index] or not info.rows[index] for info in infos for index in which):
+                both = [pair for index in which for pair in zip(info.needs[index], info.rows[index], strict=True)]
+                if all(need or not length for need, length in both):
                     return side
         return []
 
@@ -88,8 +89,8 @@ class Call:
         """See Backend.common_shift. It follows from what all ranks know."""
         if self.spec.epilogue == "sigmoid":
             return 0.0
-        sides = self.layout.row_inputs, self.layout.column_inputs
-        x, y = (max(info.max_norms[index] for info in self.handshake.infos for index in side) for side in sides)
+        norms = list(map(max, self.handshake.info.max_norms))
+        x, y = (max(norms[index] for index in side) for side in (self.layout.row_inputs, self.layout.column_inputs))
         if isinstance(self.scale, Tensor) or isinstance(self.handshake.bias, Tensor):
             return OWN_MAX
         shift = self.handshake.backend.common_shift(abs(self.scale) * x * y + abs(self.handshake.bias))
@@ -100,19 +101,19 @@ class Call:
         """Whether columns are exchanged all at once."""
         if self.options.exchange != "auto" or self.ranks.size == 1:
             return self.options.exchange == "gather" and self.ranks.size > 1
-        infos, layout = self.handshake.infos, self.layout
-        num_columns = sum(info.rows[index] for info in infos for index in layout.column_inputs)
-        features: int = max(dtype.itemsize for info in infos for dtype in info.dtypes)
-        gradients = 3 * max(features, torch.float32.itemsize)  # all that are here, those that leave and those that come
-        budget = min(info.budget or self.handshake.backend.default_budget for info in infos)
-        fits = num_columns * layout.width * (features + gradients) <= budget
+        info, layout = self.handshake.info, self.layout
+        # The message, a copy of what is in it, and the gradients: all that are here, those that leave, those that come.
+        features = 2 * max(info.dtype(index).itemsize for index in layout.column_inputs)
+        gradients = 3 * layout.dtype.itemsize
+        budget = min(budget or self.handshake.backend.default_budget for budget in info.budget)
+        fits = info.length(*layout.column_inputs) * layout.width * (features + gradients) <= budget
         # Long steps of a ring hide their messages; of short ones, messages are the most of it.
-        longest = max(sum(info.rows) for info in infos)
+        longest = max(map(sum, zip(*info.rows, strict=True)))
         return fits and 8 * longest**2 * layout.width <= SHORT_STEP["cpu" if layout.device.type == "cpu" else "gpu"]
 
     def _make_plan(self, operand_dtype: torch.dtype) -> Plan:
         """Or the same error on all ranks."""
-        layout, error = self.layout, None
+        layout = self.layout
         features = [x for x in self.inputs.features if x is not None]
         columns, remote = layout.column_lengths()
         sizes = Sizes(
@@ -128,14 +129,12 @@ class Call:
             threads=torch.get_num_threads() if layout.device.type == "cpu" else 0,
         )
         one_pass = any(self.options.needs) and self.options.reduction != "none" and self.ranks.size == 1
-        try:
+        with self.ranks.deferred_errors() as errors:
             plan = make_plan(self.options, sizes, one_pass)
-        except ValueError as refused:
-            error = refused.with_traceback(None)
         # No other plan can fail, and where one may, all ranks ask whether it did.
-        if error is not None or layout.width > WIDE or any(info.budget for info in layout.infos):
+        if errors or layout.width > WIDE or any(layout.info.budget):
             self.ranks.where += ", its second part"
-            self.ranks.handshake({}, error=error)
+            self.ranks.handshake({}, errors=errors)
         return plan
 
     # ---- tiles and blocks
@@ -171,7 +170,7 @@ class Call:
         names, layout = state_fields(self.spec, self.options.return_stats), self.layout
         if table is None:
             columns = layout.has_column_statistics and not self.spec.symmetric
-            length = layout.num_losses + (layout.length(layout.column_inputs) if columns else 0)
+            length = layout.num_losses + (layout.info.length(*layout.column_inputs) if columns else 0)
             state = State.neutral(names, length, layout.device, self.shift)
         else:
             state = State(names, table)

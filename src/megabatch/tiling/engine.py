@@ -8,7 +8,7 @@ from torch import Tensor
 from ..backends import workspace
 from ..losses.state import OWN_MAX, State
 from .call import Call, largest
-from .handshake import Handshake, RankInfo
+from .handshake import GroupInfo, Handshake
 from .options import LossInputs, LossOptions
 from .plan import Plan
 from .results import Gradients, as_inputs, finish_gradients, reduce_losses, rescaled
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
         shift: Of all logits, or OWN_MAX.
         forward_number: Of the forward among the handshakes of its group.
         joins_backward: Some rank needs a gradient.
-        infos: What the ranks brought to the forward. Not the handshake: a group must not live as long as the loss.
+        info: What the ranks brought to the forward. Not the handshake: a group must not live as long as the loss.
     """
 
     state: Tensor
@@ -37,7 +37,7 @@ class Saved(NamedTuple):
     shift: float
     forward_number: int
     joins_backward: bool
-    infos: list[RankInfo]
+    info: GroupInfo
 
 
 def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None, Saved]:
@@ -68,7 +68,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
         if not spec.has_targets:
             state.fill_empty_rows()
     number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
-    saved = Saved(state.table, kept, call.gathered, scalars, plan, call.shift, number, joins_backward, handshake.infos)
+    saved = Saved(state.table, kept, call.gathered, scalars, plan, call.shift, number, joins_backward, handshake.info)
     return value, stats, saved
 
 
@@ -106,7 +106,7 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
     """The gradient of every input that needs one."""
     if saved.plan.one_pass:
         return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
-    handshake = Handshake.of_backward(inputs, options, saved.infos, upstream, saved.forward_number)
+    handshake = Handshake.of_backward(inputs, options, saved.info, upstream, saved.forward_number)
     call = Call(inputs, options, handshake, saved.plan, saved.shift, saved.gathered)
     layout, state = call.layout, call.attach_state(saved.state)
     call.attach_factors(state)

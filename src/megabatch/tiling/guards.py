@@ -31,7 +31,7 @@ def scalar(x: Tensor | None, default: float, device: torch.device) -> float | Te
     """A number where the host knows it, else a 0-d tensor. What is not finite there makes the loss NaN."""
     if x is None:
         return default
-    return x.item() if "cpu" in (x.device.type, device.type) else x.detach().view(()).to(device)
+    return x.item() if "cpu" in (x.device.type, device.type) else x.detach().view(()).to(device, torch.float64)
 
 
 def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) -> None:
@@ -46,6 +46,7 @@ def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) ->
 
 def check_indices(function: str, name: str, indices: Tensor, num_keys: int, group: object = None) -> None:
     rule = f"{function}: {name} must be rows of key, 0 to {num_keys - 1}"
+    indices = indices.long()  # a number of keys may be too large for their dtype
     if indices.device.type == "cuda" and not group:
         torch._assert_async(((indices >= 0) & (indices < num_keys)).all(), rule)
     elif indices.numel():

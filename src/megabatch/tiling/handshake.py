@@ -4,7 +4,6 @@ Messages, their sizes and who takes part in what follow from it alone, so that n
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,58 +50,69 @@ class RankInfo(NamedTuple):
         values = [x for value in self for x in (value if isinstance(value, tuple) else (value,))]
         return [DTYPES.index(x) if isinstance(x, torch.dtype) else x for x in values]
 
+
+class GroupInfo(NamedTuple):
+    """RankInfo of all ranks: for every number there, a list by rank."""
+
+    rows: list[list[int]]
+    dtypes: list[list[float]]
+    ids: list[list[float]]
+    max_norms: list[list[float]]
+    id_range: list[list[float]]
+    needs: list[list[float]]
+    grad_enabled: list[float]
+    scale: list[float]
+    bias: list[float]
+    budget: list[float]
+
     @classmethod
-    def decode(cls, numbers: Iterable[float]) -> "RankInfo":
-        """Its defaults say what each of these numbers is."""
-        rest = iter(numbers)
+    def decode(cls, ranks: list[list[float]]) -> "GroupInfo":
+        """From every rank's `RankInfo.encode()`."""
+        fields: Any = map(list, zip(*ranks, strict=True))
+        lists = ([next(fields) for _ in x] if isinstance(x, tuple) else next(fields) for x in RankInfo())
+        info = cls(*lists)
+        return info._replace(rows=[[int(length) for length in lengths] for lengths in info.rows])
 
-        def read(like: Any) -> Any:
-            if isinstance(like, tuple):
-                return tuple(map(read, like))
-            return DTYPES[int(next(rest))] if isinstance(like, torch.dtype) else type(like)(next(rest))
+    def dtype(self, index: int) -> torch.dtype:
+        """Of the features of an input, which all ranks that have rows of it share."""
+        used = [code for code, length in zip(self.dtypes[index], self.rows[index], strict=True) if length]
+        return DTYPES[int(used[0] if used else self.dtypes[index][0])]
 
-        return cls(*map(read, cls()))
+    def length(self, *inputs: int) -> int:
+        """Rows of these inputs, on all ranks."""
+        return sum(sum(self.rows[index]) for index in inputs)
 
 
 class Handshake:
     """What all ranks of a call know of each other.
 
     Attributes:
-        infos: Of every rank, from the forward.
+        info: From the forward.
         backend, scale, bias: The same on all ranks.
         needs: Which gradients some rank needs.
     """
 
-    def __init__(self, inputs: LossInputs, ranks: Ranks, infos: list[RankInfo], backend: type[Backend]) -> None:
-        self.ranks, self.infos, self.backend = ranks, infos, backend
-        device, (scale, bias) = inputs.rows.device, (infos[0].scale, infos[0].bias)
+    def __init__(self, inputs: LossInputs, ranks: Ranks, info: GroupInfo, backend: type[Backend]) -> None:
+        self.ranks, self.info, self.backend = ranks, info, backend
+        device, scale, bias = inputs.rows.device, info.scale[0], info.bias[0]
         self.scale = scalar(inputs.scale, 1.0, device) if math.isnan(scale) else scale
         self.bias = scalar(inputs.bias, 0.0, device) if math.isnan(bias) else bias
-        self.needs = Needs(*map(any, zip(*(info.needs for info in infos), strict=True)))
+        self.needs = Needs(*map(any, info.needs))
 
     @classmethod
     def of_forward(cls, inputs: LossInputs, options: LossOptions) -> "Handshake":
-        """What one rank has against the call is raised on all."""
+        """An error of one rank is raised on all."""
         device = inputs.rows.device
         ranks = Ranks(options.function, options.group, "forward", device)
-        infos, error = [RankInfo()], None
+        own = RankInfo()
         backend: type[Backend] = Eager
-        try:
+        with ranks.deferred_errors() as errors:
             backend = select(options.function, options.backend, device, inputs.rows.dtype)
             ranks.check_device()
-            infos = [_rank_info(inputs, options)]
-        except (ValueError, Warning) as refused:  # a warning that the user turned into an error
-            error = refused.with_traceback(None)  # which would hold this frame, and with it the group
-        if ranks.size > 1:
-            same = _same_on_all_ranks(inputs, options, backend)
-            everyones = ranks.handshake(same, infos[0].encode(), error, options.call_site)
-            infos = [RankInfo.decode(numbers) for numbers in everyones]
-        elif error is not None:
-            try:
-                raise error
-            finally:
-                del error  # which would hold this frame, and with it the features
-        handshake = cls(inputs, ranks, infos, backend)
+            own = _rank_info(inputs, options)
+        facts = _same_on_all_ranks(inputs, options, backend) if options.group else {}
+        info = GroupInfo.decode(ranks.handshake(facts, own.encode(), errors, options.call_site))
+        handshake = cls(inputs, ranks, info, backend)
         handshake._check_together(options.spec.symmetric)
         return handshake
 
@@ -111,11 +121,11 @@ class Handshake:
         cls,
         inputs: LossInputs,
         options: LossOptions,
-        infos: list[RankInfo],
+        info: GroupInfo,
         upstream: Tensor,
         forward_number: int,
     ) -> "Handshake":
-        """`infos` are those of the forward, whose handshake had that number in its group."""
+        """`info` is that of the forward, whose handshake had that number in its group."""
         device = inputs.rows.device
         ranks = Ranks(options.function, options.group, "backward", device)
         if options.group:
@@ -124,54 +134,53 @@ class Handshake:
             upstreams = ranks.handshake(same, [upstream.double().item()] if known else [])
             advice = "Pass weight or reduction='none' to weigh rows."
             ranks.check_same("what the loss is multiplied by", [number for own in upstreams for number in own], advice)
-        return cls(inputs, ranks, infos, select(options.function, options.backend, device, inputs.rows.dtype))
+        return cls(inputs, ranks, info, select(options.function, options.backend, device, inputs.rows.dtype))
 
     def _warn_of_equal_ids(self, found: int) -> None:
         """On all ranks, or, where one rank's user turned warnings into errors, raise on all."""
-        error = None
-        try:
+        with self.ranks.deferred_errors() as errors:
             warn_once(
                 self.ranks.function,
                 "ids",
                 f"all ids are equal ({found}), so every pair but a row and its own positive is masked, and the loss is "
                 '0. Pass ids that tell rows apart, or same_ids="positive".',
             )
-        except Warning as refused:
-            error = refused.with_traceback(None)
         self.ranks.where += ", its warning"
-        self.ranks.handshake({}, error=error)
+        self.ranks.handshake({}, errors=errors)
 
     def _check_together(self, symmetric: bool) -> None:
         """What no rank can see alone. All see the same, so all raise the same."""
-        function, infos = self.ranks.function, self.infos
-        num_rows = sum([info.rows[0] for info in infos])
-        if not num_rows and not (symmetric and any(info.rows[1] for info in infos)):
+        function, info, num_rows = self.ranks.function, self.info, self.info.length(0)
+        if not num_rows and not (symmetric and info.length(1)):
             raise ValueError(
-                f"{function}: the group must bring at least one row, got none on all of its {len(infos)} ranks."
+                f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
             )
-        low, high = min([info.id_range[0] for info in infos]), max([info.id_range[1] for info in infos])
-        unmasked = any(info.rows[2] and not info.ids[2] for info in infos)
+        low, high = min(info.id_range[0]), max(info.id_range[1])
+        id_of_negatives = {has_ids for has_ids, length in zip(info.ids[2], info.rows[2], strict=True) if length}
         # Beyond 2^53 ids that differ may be equal as floating-point numbers.
-        if low == high and abs(low) < 2**53 and num_rows >= MANY_ROWS and not unmasked:
+        if low == high and abs(low) < 2**53 and num_rows >= MANY_ROWS and False not in id_of_negatives:
             self._warn_of_equal_ids(int(low))
-        if len(infos) == 1:
+        if self.ranks.size == 1:
             return
-        if infos[0].ids[0] and not any(info.ids[1] or info.ids[2] for info in infos):
+        if info.ids[0][0] and not any(info.ids[1] + info.ids[2]):
             raise ValueError(
                 f"{function}: ids must be given for both sides of a pair, query_ids with key_ids or negative_ids, got "
                 "query_ids alone on every rank of the group."
             )
-        if len({info.ids[2] for info in infos if info.rows[2]}) > 1:
+        if len(id_of_negatives) > 1:
             raise ValueError(
                 f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
             )
-        for name in ("scale", "bias"):
-            values = [getattr(info, name) for info in infos]
+        for index, name in enumerate(("first features", "second features", "negatives")):
+            pairs = zip(info.dtypes[index], info.rows[index], strict=True)
+            dtypes = [str(DTYPES[int(code)] if length else info.dtype(index)) for code, length in pairs]
+            self.ranks.check_same(f"the dtype of the {name}", dtypes)
+        for name, values in (("scale", info.scale), ("bias", info.bias)):
             self.ranks.check_same(f"logit_{name}", values, "Broadcast it from one rank before training.")
-        disabled = [rank for rank, info in enumerate(infos) if not info.grad_enabled]
-        if any(self.needs) and disabled:
+        if any(self.needs) and not all(info.grad_enabled):
             raise ValueError(
-                f"{function}: gradients must be recorded on every rank if one needs them, but rank {disabled[0]} runs "
+                f"{function}: gradients must be recorded on every rank if one needs them, but rank "
+                f"{info.grad_enabled.index(False)} runs "
                 "under torch.no_grad or torch.inference_mode. Run it with gradients on, or detach the others' inputs."
             )
 

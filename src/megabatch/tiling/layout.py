@@ -4,7 +4,7 @@ On both sides all ranks' rows of one input come in rank order, and those of the 
 begins is arithmetic on the numbers of rows that the ranks have exchanged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, islice
 from math import prod
@@ -19,12 +19,13 @@ from ..losses.block import Block, Tile
 from ..losses.spec import Spec
 from ..losses.state import State
 from .guards import inverse_norms
-from .handshake import RankInfo
+from .handshake import GroupInfo
 from .options import LossInputs, compute_dtype
 
 ALIGNMENT = 64  # bytes, of a tensor in a message
 
-Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: dtype and shape
+_TRAVELLING = ("features", "ids", "inverse_norm")  # members of a Block
+
 Members = dict[str, Any]  # tensors of a Block, by name
 
 
@@ -44,22 +45,23 @@ class Layout:
         inputs: LossInputs,
         spec: Spec,
         ranks: Ranks,
-        infos: Sequence[RankInfo],
+        info: GroupInfo,
         normalize: bool = False,
         overlap: bool = True,
         gathers: bool = False,
     ) -> None:
-        self.spec, self.ranks, self.infos = spec, ranks, infos
+        self.spec, self.ranks, self.info = spec, ranks, info
         self.normalize, self.overlap, self.gathers = normalize, overlap, gathers and ranks.size > 1
         self.has_column_statistics = spec.two_sided
         self.vectors: dict[str, Any] = {}
+        self._padded_places: dict[int, Tensor | None] = {}
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric and inputs.columns is not None else (0,)
         self.column_inputs = self.row_inputs if spec.symmetric else (1, 2)
         self._offsets: dict[int, list[int]] = {}  # by input: where every rank's rows begin
         for side in (self.row_inputs, self.column_inputs):
             start = 0
             for index in side:
-                *self._offsets[index], start = accumulate((info.rows[index] for info in infos), initial=start)
+                *self._offsets[index], start = accumulate(info.rows[index], initial=start)
         self.dtype, self.device, self.width = compute_dtype(inputs.rows), inputs.rows.device, inputs.rows.shape[1]
         self.reach = ranks.size // 2 if spec.symmetric else ranks.size - 1
         self.own = self._own_blocks(inputs)
@@ -71,7 +73,7 @@ class Layout:
         ids = (inputs.row_ids, inputs.row_ids if self.spec.symmetric else inputs.column_ids, inputs.negative_ids)
         for index, (features, own_ids) in enumerate(zip(inputs.features, ids, strict=True)):
             if features is not None:
-                block = Block(features, self._offsets[index][rank], max_norm=self.infos[rank].max_norms[index])
+                block = Block(features, self._offsets[index][rank])
                 block.ids = None if own_ids is None else own_ids.long().contiguous()
                 block.inverse_norm = inverse_norms(features) if self.normalize else None
                 if index in self.row_inputs and self.spec.has_targets:
@@ -86,18 +88,15 @@ class Layout:
     def column_lengths(self) -> tuple[list[int], list[int]]:
         """Of the blocks of columns that are here from the beginning, and of those that come by."""
         if self.gathers and not self.spec.symmetric:
-            return [sum(info.rows[index] for info in self.infos) for index in self.column_inputs], []
-        owners = [self.infos[(self.ranks.rank - step) % self.ranks.size] for step in range(1, self.reach + 1)]
-        remote = [owner.rows[index] for owner in owners for index in self.column_inputs]
+            return [self.info.length(index) for index in self.column_inputs], []
+        owners = [(self.ranks.rank - step) % self.ranks.size for step in range(1, self.reach + 1)]
+        remote = [self.info.rows[index][owner] for owner in owners for index in self.column_inputs]
         return list(map(len, self.columns)), [sum(remote)] if self.gathers else remote
-
-    def length(self, inputs: tuple[int, ...]) -> int:
-        """Rows of these inputs, on all ranks."""
-        return sum(info.rows[index] for info in self.infos for index in inputs)
 
     @cached_property
     def num_losses(self) -> int:
-        return self.length(self.row_inputs)
+        """Rows that have one, on all ranks."""
+        return self.info.length(*self.row_inputs)
 
     @property
     def overlaps(self) -> bool:
@@ -146,14 +145,14 @@ class Layout:
 
     def gather(self, memory: Tensor | None = None) -> Tensor:
         """Take the columns of all ranks for this rank's: from the `memory` of an earlier gather, if there is one."""
-        packed = PackedColumns(self, ("features", "ids", "inverse_norm"))
+        packed = PackedColumns(self, _TRAVELLING)
         if memory is None:
             memory = self.ranks.all_gather_block(packed.pack()).flatten()
-        max_norms = [max(info.max_norms[index] for info in self.infos) for index in range(3)]
         self.gathered: list[tuple[Block, int]] = []
-        for index, members in zip(self.column_inputs, packed.unpack_all(memory.view(self.ranks.size, -1)), strict=True):
-            if "features" in members:
-                block = Block(offset=self._offsets[index][0], max_norm=max_norms[index], **members)
+        for index, members in zip(self.column_inputs, packed.unpack(memory.view(self.ranks.size, -1)), strict=True):
+            if members:
+                compact: Members = {name: self.compact(x.flatten(0, 1), index) for name, x in members.items()}
+                block = Block(offset=self._offsets[index][0], **compact)
                 if self.spec.symmetric and self.spec.has_targets:
                     block.target_offset = self._offsets[1 - index][0]
                 self.gathered.append((block, index))
@@ -162,8 +161,7 @@ class Layout:
 
     def gather_rows(self, vector: Tensor, index: int = 0) -> Tensor:
         """The numbers of all ranks for their rows of an input."""
-        longest = max(info.rows[index] for info in self.infos)
-        padded = torch.nn.functional.pad(vector, (0, longest - len(vector)))
+        padded = torch.nn.functional.pad(vector, (0, max(self.info.rows[index]) - len(vector)))
         return self.compact(self.ranks.all_gather_block(padded).flatten(), index)
 
     def compact(self, padded: Tensor, index: int) -> Tensor:
@@ -173,20 +171,20 @@ class Layout:
 
     def _places(self, index: int) -> Tensor | None:
         """Of every rank's rows among rows that were filled up; None where all ranks have as many."""
-        lengths = [info.rows[index] for info in self.infos]
-        if len(set(lengths)) == 1:
-            return None
-        gaps = torch.tensor(
-            [rank * max(lengths) - start for rank, start in enumerate(accumulate(lengths[:-1], initial=0))]
-        )
-        gaps = gaps.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
-        return (gaps + torch.arange(len(gaps))).to(self.device)
+        if index not in self._padded_places:
+            lengths = self.info.rows[index]
+            inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+            places = inside.flatten().nonzero()[:, 0] if len(set(lengths)) > 1 else None
+            if places is not None and self.device.type != "cpu":
+                places = places.pin_memory().to(self.device, non_blocking=True)  # the host does not wait
+            self._padded_places[index] = places
+        return self._padded_places[index]
 
     def send_grads_home(self, numbers: Tensor) -> Tensor:
         """Add up, in rank order, what all ranks have of the gradients of columns, each at its owner. The `numbers` of
         every rank travel with them to all, and are returned by rank."""
         ranks, needing = self.ranks, [(block.grad, index) for block, index in self.gathered if block.grad is not None]
-        longest = [max(info.rows[index] for info in self.infos) for _, index in needing]
+        longest = [max(self.info.rows[index]) for _, index in needing]
         sent = [numbers.view(self.dtype).expand(ranks.size, -1)]
         for (grad, index), length in zip(needing, longest, strict=True):
             if (places := self._places(index)) is not None:
@@ -197,7 +195,7 @@ class Layout:
         received = ranks.all_to_all(torch.cat(sent, 1))
         everyones, *parts = torch.split(received, [x.shape[1] for x in sent], 1)
         for (_, index), length, part in zip(needing, longest, parts, strict=True):
-            if index < len(self.own) and self.infos[ranks.rank].needs[index]:
+            if index < len(self.own) and self.info.needs[index][ranks.rank]:
                 self.own[index].grad = part.sum(0).view(length, self.width)[: len(self.own[index])]
         return everyones.contiguous().view(torch.float64)
 
@@ -216,16 +214,15 @@ class Layout:
             if self.spec.symmetric and self.gathers:
                 yield from self._gathered_tiles(rows, width)
             return
-        packed = PackedColumns(self, ("features", "ids", "inverse_norm"))
-        sums = PackedColumns(self, ("grad",) if collects_grads else ())
+        packed, grads = PackedColumns(self, _TRAVELLING), PackedColumns(self, ("grad",) if collects_grads else ())
         parts = iter((islice(own, -(-len(rows) // 2)), own))
-        own_block = packed.pack(sums.size)
-        for step in ring_pass(self.ranks, self.reach, own_block, packed.size, sums.add, overlap=self.overlap):
+        own_block = packed.pack(grads.size)
+        for step in ring_pass(self.ranks, self.reach, own_block, packed.size, grads.add, overlap=self.overlap):
             if step is None:
                 yield from next(parts)
             else:
-                owner, block, added = step
-                remote = self._remote_blocks(owner, packed.unpack(owner, block), sums.unpack(owner, added))
+                owner, block, sums = step
+                remote = self._remote_blocks(owner, packed.unpack(block), grads.unpack(sums.zero_()))
                 yield from cross(*self._shared_strips(owner, rows, remote, width))
 
     def _part(self, block: Block, index: int, first: int, last: int) -> Block:
@@ -251,16 +248,14 @@ class Layout:
         for strip in rows + columns:
             strip.finish_grad()
 
-    def _remote_blocks(self, owner: int, brought: list[Members], added: list[Members]) -> list[Block]:
-        """The columns of another rank, with nothing added up for them so far."""
-        info, blocks = self.infos[owner], []
-        for index, members, grads in zip(self.column_inputs, brought, added, strict=True):
-            if info.rows[index]:
-                block = Block(offset=self._offsets[index][owner], max_norm=info.max_norms[index], **members, **grads)
-                if block.grad is not None:
-                    block.grad.zero_()
-                self._attach_to_columns(block)
-                blocks.append(block)
+    def _remote_blocks(self, owner: int, columns: list[Members], grads: list[Members]) -> list[Block]:
+        """The columns of another rank, and memory for their gradients."""
+        blocks = []
+        for index, *members in zip(self.column_inputs, columns, grads, strict=True):
+            if length := self.info.rows[index][owner]:
+                views = {name: x[:length] for each in members for name, x in each.items()}
+                blocks.append(Block(offset=self._offsets[index][owner], **views))
+                self._attach_to_columns(blocks[-1])
         return blocks
 
     def _own_strips(self, height: int, width: int) -> tuple[list[Block], list[Block]]:
@@ -300,61 +295,52 @@ def _two_parts(blocks: list[Block]) -> list[Block]:
 
 class PackedColumns:
     """Some members of a rank's columns, by name, as they travel: in one message, of one size on all ranks. The
-    handshake says how many rows of it are used, and by which members."""
+    handshake says how many rows of it are used."""
 
     def __init__(self, layout: Layout, names: tuple[str, ...]) -> None:
-        self.layout, self.names = layout, names
-        self.kinds = [
-            [kind for index in layout.column_inputs for kind in self._kinds(info, index)] for info in layout.infos
-        ]
-        sizes = [max(prod(shape) * dtype.itemsize for dtype, shape in kinds) for kinds in zip(*self.kinds, strict=True)]
-        *self.starts, self.size = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+        self.layout = layout
+        self.members: list[tuple[int, str, torch.dtype, tuple[int, ...], int]] = []  # the last: where it begins
+        self.size = 0
+        for place, index in enumerate(layout.column_inputs):
+            for name in names:
+                dtype, shape = self._padded(name, index)
+                if prod(shape):
+                    self.members.append((place, name, dtype, shape, self.size))
+                    self.size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    def _kinds(self, info: RankInfo, index: int) -> list[Kind]:
-        """Of the members of a rank's block of an input; of length 0 where it has none."""
-        layout, length = self.layout, info.rows[index]
-        known: dict[str, Kind] = {
-            "features": (info.dtypes[index], (length, layout.width)),
-            "ids": (torch.int64, (length * info.ids[index],)),
-            "inverse_norm": (layout.dtype, (length * layout.normalize,)),
-            "grad": (layout.dtype, (length * info.needs[index], layout.width)),
-        }
-        return [known[name] for name in self.names]
+    def _padded(self, name: str, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a member, as long as on the rank with the most rows; of no length where no rank has it."""
+        layout, info = self.layout, self.layout.info
+        longest, width = max(info.rows[index]), layout.width
+        if name == "features":
+            return info.dtype(index), (longest, width)
+        if name == "ids":
+            return torch.int64, (longest if any(info.ids[index]) else 0,)
+        if name == "inverse_norm":
+            return layout.dtype, (longest if layout.normalize else 0,)
+        return layout.dtype, (longest if any(info.needs[index]) else 0, width)
 
     def pack(self, room: int = 0) -> Tensor:
         """Those of this rank, and room for so many bytes behind them."""
         memory = torch.empty(self.size + room, dtype=torch.uint8, device=self.layout.device)
-        for block, members in zip(self.layout.columns, self.unpack(self.layout.ranks.rank, memory), strict=False):
+        for block, members in zip(self.layout.columns, self.unpack(memory), strict=False):
             for name, inside in members.items():
-                inside.copy_(getattr(block, name))
+                if (value := getattr(block, name)) is not None:
+                    inside[: len(block)].copy_(value)
         return memory
 
-    def unpack(self, rank: int, memory: Tensor) -> list[Members]:
-        """Those of every block of a rank, as views of `memory`."""
-        kinds = zip(self.starts, self.kinds[rank], strict=True)
-        views = (memory[start:].view(dtype)[: prod(shape)].view(shape) for start, (dtype, shape) in kinds)
-        blocks = [{name: next(views) for name in self.names} for _ in self.layout.column_inputs]
-        return [{name: x for name, x in members.items() if x.numel()} for members in blocks]
+    def unpack(self, memory: Tensor) -> list[Members]:
+        """By input, as views of the `memory` of one rank or, with one more dimension, of all."""
+        found: list[Members] = [{} for _ in self.layout.column_inputs]
+        for place, name, dtype, shape, start in self.members:
+            part = memory[..., start : start + prod(shape) * dtype.itemsize].view(dtype)
+            found[place][name] = part.view(*memory.shape[:-1], *shape)
+        return found
 
-    def unpack_all(self, memory: Tensor) -> list[Members]:
-        """Those of all ranks, by input, one after the other."""
-        starts, blocks = iter(self.starts), []
-        for index in self.layout.column_inputs:
-            members: Members = {}
-            for place, name in enumerate(self.names):
-                start = next(starts)
-                kinds = [self._kinds(info, index)[place] for info in self.layout.infos]
-                dtype, shape = max(kinds, key=lambda kind: kind[1][0])
-                if prod(shape):
-                    size = prod(shape) * dtype.itemsize
-                    parts = memory[:, start : start + size].contiguous().view(dtype)
-                    members[name] = self.layout.compact(parts.view(-1, *shape[1:]), index)
-            blocks.append(members)
-        return blocks
-
-    def add(self, rank: int, memory: Tensor, into: Tensor | None) -> None:
+    def add(self, sums: Tensor, into: Tensor | None) -> None:
         """To what is in other memory or, for None, to the columns of this rank."""
-        sums = map(vars, self.layout.columns) if into is None else self.unpack(rank, into)
-        for members, others in zip(sums, self.unpack(rank, memory), strict=False):
-            for name, value in others.items():
-                members[name].add_(value)
+        for block, found in zip(self.layout.columns, self.unpack(sums), strict=False):
+            if into is None and block.grad is not None:
+                block.grad.add_(found["grad"][: len(block)])
+        if into is not None and len(into):
+            into.view(self.layout.dtype).add_(sums.view(self.layout.dtype))
