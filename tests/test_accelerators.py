@@ -6,6 +6,7 @@ A fake tensor has no data, so that a host that reads any raises; a mode counts w
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import megabatch
 from megabatch import callers, functional
 from megabatch.backends import triton_backend, triton_settings
 from megabatch.backends.backend import supports_half_products
-from megabatch.tiling import engine, guards, handshake
+from megabatch.tiling import engine, guards, handshake, results
 from megabatch.tiling.options import LossInputs, LossOptions
 
 N, D = 24, 8
@@ -41,16 +42,20 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.reads: list[str] = []
+        self.uploads: list[str] = []  # for which the host waits, unless the memory is pinned
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(function).rpartition(".")[0]
         to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu" and name == "aten._to_copy"
+        to_device = torch.device(kwargs.get("device") or "cpu").type == "cuda" and name == "aten._to_copy"
         by_mask = name == "aten.index" and any(x is not None and x.dtype == torch.bool for x in args[1])
         places = {x.device.type for x in tree_leaves(args) if isinstance(x, Tensor)}
         on_host = (places or {torch.device(kwargs.get("device") or "cpu").type}) == {"cpu"}
         if (name in READS and not on_host) or to_host or by_mask:
             self.reads.append(name)
+        if to_device and args[0].device.type == "cpu":
+            self.uploads.append(name)
         if name not in FREE and not on_host:
             self.launched[name] += 1
         return function(*args, **kwargs)
@@ -196,7 +201,46 @@ def arguments(loss: str, keywords: dict[str, Any], rows: int = N, width: int = D
 
 @pytest.mark.parametrize(("loss", "keywords"), list(cases()))
 def test_the_host_reads_nothing(loss: str, keywords: dict[str, Any]) -> None:
-    assert step(loss, **arguments(loss, keywords)).reads == []
+    found = step(loss, **arguments(loss, keywords))
+    assert found.reads == found.uploads == []
+
+
+def test_a_bias_that_changes_nothing_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = captured("clip_loss", **arguments("clip_loss", {}))
+    with FakeTensorMode(allow_non_fake_inputs=True), NoDevice(), Operators() as operators:
+        value = torch.empty((), device="cuda", requires_grad=True)
+        monkeypatch.setattr(functional, "contrastive_loss", lambda *call: (value, None))
+        functional._run(inputs, options, torch.tensor(-10.0))
+    assert operators.uploads == []
+
+
+def test_a_scale_that_only_the_device_knows_is_not_rounded_again() -> None:
+    """1 / (number of rows) times a bfloat16 would be a bfloat16."""
+    with FakeTensorMode():
+        scale = guards.scalar(torch.ones((), dtype=torch.bfloat16, device="cuda"), 1.0, torch.device("cuda"))
+    assert isinstance(scale, Tensor)
+    assert scale.dtype == torch.float64
+
+
+class OnCuda(Tensor):
+    """A CPU tensor that says it is elsewhere."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("dtype", "num_keys"), [(torch.uint8, 300), (torch.int8, 200), (torch.int16, 2**16)], ids=str)
+def test_indices_of_a_small_dtype_are_compared_as_numbers(dtype: torch.dtype, num_keys: int) -> None:
+    indices = torch.tensor([0, 127], dtype=dtype).as_subclass(OnCuda)
+    guards.check_indices("f", "positives", indices, num_keys)
+    with pytest.raises(RuntimeError, match="f: positives must be rows of key, 0 to 126"):
+        guards.check_indices("f", "positives", indices, 127)
+
+
+def test_ranks_whose_scale_is_infinite_agree() -> None:
+    call: Any = SimpleNamespace(options=SimpleNamespace(function="f"))
+    results._check_equal(call, torch.tensor([[1.0, torch.inf, torch.nan]] * 3))
+    with pytest.raises(ValueError, match="f: logit_scale"):
+        results._check_equal(call, torch.tensor([[1.0, 2.0], [1.0, 3.0]]))
 
 
 @pytest.mark.parametrize("loss", FEATURES)

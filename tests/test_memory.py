@@ -1,5 +1,6 @@
 """Memory is linear in the batch: the largest tensor ever made, what autograd keeps, and what a real process takes."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -263,6 +264,21 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(loss: str, dtype: torch
     finally:
         gc.enable()
     assert not left
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": 100}, {"weight": torch.tensor([-1.0] * 64)}], ids=str)
+def test_a_refused_call_holds_no_features(options: dict[str, Any]) -> None:
+    """An exception whose frames hold it would keep them until the next collection."""
+    inputs = make_inputs("clip_loss", 64, 8, torch.float32)
+    held = [weakref.ref(x) for x in inputs.values() if isinstance(x, torch.Tensor)]
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            megabatch.clip_loss(**inputs, **options, normalize=False)
+        del inputs
+        assert [found() for found in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_small_calls_use_their_memory_again() -> None:

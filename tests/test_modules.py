@@ -212,3 +212,25 @@ def test_a_small_fixed_temperature_is_not_clamped() -> None:
 
 def test_repr_shows_scale_and_options() -> None:
     assert repr(megabatch.ClipLoss(label_smoothing=0.1)) == "ClipLoss(logit_scale=14.29, label_smoothing=0.1)"
+
+
+def test_a_module_made_on_the_meta_device_starts_where_it_should() -> None:
+    with torch.device("meta"):
+        module = megabatch.SigLipLoss(7.0, -3.0)
+    assert "logit_scale=meta" in repr(module)
+    module.to_empty(device="cpu").reset_parameters()
+    assert module.logit_scale.exp().item() == pytest.approx(7)
+    assert module.logit_bias.item() == -3
+
+
+def test_a_copy_has_parameters_of_its_own_and_the_same_group() -> None:
+    class Group:
+        def __deepcopy__(self, memo: Any) -> None:
+            raise TypeError("cannot be copied, as a process group")
+
+    module = megabatch.ClipLoss()
+    module.options["group"] = group = Group()
+    copied = copy.deepcopy(module)
+    assert copied.options["group"] is group
+    assert copied.logit_scale is not module.logit_scale
+    assert torch.equal(copied.logit_scale, module.logit_scale)

@@ -58,6 +58,12 @@ def _no_grad_here(odd: bool, group: Any) -> None:
         call("clip_loss", group)
 
 
+def _another_second_dtype(odd: bool, group: Any) -> None:
+    first, second = features(dtype=torch.float32), features(dtype=torch.bfloat16 if odd else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        call("clip_loss", group, (first, second), exchange="gather")
+
+
 def _another_upstream(odd: bool, group: Any) -> None:
     loss = call("clip_loss", group)
     ((2.0 if odd else 1.0) * loss).backward()
@@ -143,6 +149,11 @@ NAN = torch.tensor(torch.nan, dtype=torch.float64)
 MISUSES = {
     "different widths": Misuse(
         ValueError, ("width", "5", "7"), lambda odd, group: call("clip_loss", group, pair(odd, width=7))
+    ),
+    "different dtypes of the second side": Misuse(
+        ValueError,
+        ("dtype of the second features", "float32", "bfloat16"),
+        _another_second_dtype,
     ),
     "different dtypes": Misuse(
         ValueError,

@@ -148,7 +148,7 @@ def test_a_product_of_bf16_is_added_to_float32_by_one_launch_where_torch_can(
         launched.append(how)
         return operands[0]
 
-    monkeypatch.setattr(backend, "accumulates_half_products", lambda device: accumulates)
+    monkeypatch.setattr(backend, "supports_half_products", lambda device, accumulated: accumulates)
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch, "mm", lambda *_, out_dtype: torch.empty(4, 3, dtype=out_dtype, device="meta"))
     left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 8), (8, 3)))
@@ -168,7 +168,7 @@ def test_whether_bf16_is_added_to_float32_is_tried(refuses: bool, able: bool, mo
             raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16")
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    assert backend.accumulates_half_products.__wrapped__(CPU) is able
+    assert backend.supports_half_products.__wrapped__(CPU, accumulated=True) is able
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "xpu", "meta"])

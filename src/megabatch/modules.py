@@ -6,6 +6,7 @@ is cast to, and has shape [1], because FSDP2 shards no 0-d parameters.
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Annotated, Any
 
 import torch
@@ -63,15 +64,35 @@ class _ContrastiveLoss(nn.Module):
         self.max_logit_scale = max_logit_scale if learnable else None
         given = {option: value for option, value in options.items() if option not in ("learnable", "max_logit_scale")}
         self.options = given if own["normalize"] is None else {"normalize": own["normalize"], **given}
-        self.logit_scale = None if scale is None else _parameter(math.log(scale), learnable)
+        self._start: dict[str, float] = {}
+        self.logit_scale = None if scale is None else self._parameter("logit_scale", math.log(scale), learnable)
         self.logit_bias: nn.Parameter | None = None
+
+    def _parameter(self, name: str, value: float, learnable: bool) -> nn.Parameter:
+        self._start[name] = value
+        return nn.Parameter(torch.tensor([value], dtype=torch.float32), requires_grad=learnable)
+
+    def reset_parameters(self) -> None:
+        """Back to the values that scale and bias started from: for modules that were made on the meta device."""
+        for name, value in self._start.items():
+            nn.init.constant_(getattr(self, name), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ContrastiveLoss":
+        """Of the same group, which cannot be copied."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        group = self.options.get("group")
+        copied.__dict__.update(deepcopy(self.__dict__, memo | {id(group): group}))
+        return copied
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that an optimiser should not decay."""
         return {name for name, _ in self.named_parameters()}
 
     def extra_repr(self) -> str:
-        own = "none" if self.logit_scale is None else f"{self.logit_scale.detach().exp().item():.4g}"
+        if self.logit_scale is None or self.logit_scale.is_meta:
+            own = "none" if self.logit_scale is None else "meta"
+        else:
+            own = f"{self.logit_scale.detach().exp().item():.4g}"
         return ", ".join([f"logit_scale={own}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
     def _scale(self, features: Tensor, given: Scalar | None) -> Scalar | None:
@@ -114,10 +135,6 @@ class _ContrastiveLoss(nn.Module):
             if isinstance(saved, Tensor) and saved.dim() == 0:  # as open_clip and transformers save it
                 state_dict[prefix + name] = saved[None]
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _parameter(value: float, learnable: bool) -> nn.Parameter:
-    return nn.Parameter(torch.tensor([value], dtype=torch.float32), requires_grad=learnable)
 
 
 class _ImageTextLoss(_ContrastiveLoss):
@@ -172,7 +189,7 @@ class SigLipLoss(_ImageTextLoss):
     ) -> None:
         super().__init__("SigLipLoss", options, scale=init_logit_scale)
         if self.logit_scale is not None:
-            self.logit_bias = _parameter(float(init_logit_bias), self.logit_scale.requires_grad)
+            self.logit_bias = self._parameter("logit_bias", float(init_logit_bias), self.logit_scale.requires_grad)
 
 
 @with_keywords

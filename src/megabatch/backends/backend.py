@@ -147,7 +147,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta:
         return torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
     if left.device.type == "cpu":  # which cannot multiply bf16 or fp16 into float32
         product = torch.mm(left.to(out.dtype), right.to(out.dtype))
-    elif accumulates_half_products(left.device):
+    elif supports_half_products(left.device, accumulated=True):
         return torch.addmm(out, left, right, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
     else:
         product = torch.mm(left, right, out_dtype=out.dtype)
@@ -155,24 +155,17 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, alpha: float = 1.0, beta:
 
 
 @cache
-def accumulates_half_products(device: torch.device) -> bool:
-    """Whether a product of bf16/fp16 can be added to float32. Older versions of torch add it to its own dtype only."""
+def supports_half_products(device: torch.device, accumulated: bool = False) -> bool:
+    """Whether bf16/fp16 can be multiplied into float32 and, `accumulated`, added to what is there. The CPU converts;
+    older versions of torch cannot on ROCm, or add a product to its own dtype only."""
+    if device.type == "cpu" and not accumulated:
+        return True
     half, out = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
     try:
-        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-@cache
-def supports_half_products(device: torch.device) -> bool:
-    """Whether bf16/fp16 can be multiplied into float32. The CPU converts; older versions of torch cannot on ROCm."""
-    if device.type == "cpu":
-        return True
-    half = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        torch.mm(half, half, out_dtype=torch.float32)
+        if accumulated:
+            torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(half, half, out_dtype=torch.float32)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -32,8 +32,11 @@ class Call:
         plan: Plan | None = None,
         shift: float | None = None,
         gathered: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """A backward comes with plan and shift of its forward, made anew they might differ, and what that gathered."""
+        if weights is not None and len(weights):
+            self.weights = weights
         self.inputs, self.options, self.spec, self.handshake = inputs, options, options.spec, handshake
         self.ranks, self.scale = handshake.ranks, handshake.scale
         self.layout = Layout(inputs, self.spec, self.ranks, handshake.info, bool(options.normalize), options.overlap)
@@ -159,11 +162,11 @@ class Call:
     @cached_property
     def weights(self) -> Tensor:
         """Of every row with a loss, on all ranks."""
-        weight, num_inputs = self.inputs.weight, len(self.layout.row_inputs)
+        layout, weight = self.layout, self.inputs.weight
         if weight is None:
-            return self.inputs.rows.new_ones(self.layout.num_losses, dtype=torch.float64)
-        weight = weight.double().repeat(num_inputs) if num_inputs > 1 else weight.double()
-        return self.layout.all_rows(weight)
+            return self.inputs.rows.new_ones(layout.num_losses, dtype=torch.float64)
+        weight = layout.gather_rows(weight.double())
+        return weight.repeat(len(layout.row_inputs)) if len(layout.row_inputs) > 1 else weight
 
     def attach_state(self, table: Tensor | None = None) -> State:
         """Give every block its part of the statistics, by default of no columns."""

@@ -21,6 +21,7 @@ class Saved(NamedTuple):
         state: The statistics of the rows and then, unless they are the same, of the columns.
         kept: The logits that the plan keeps or, after one pass, the gradients of the features.
         gathered: The columns of all ranks, if they were gathered, as they travelled.
+        weights: Of the rows of all ranks, if they were gathered.
         scalars: After one pass the gradients of scale and bias; else what the mean divides by, and the largest weight,
             unless the host knows both.
         shift: Of all logits, or OWN_MAX.
@@ -32,6 +33,7 @@ class Saved(NamedTuple):
     state: Tensor
     kept: Tensor
     gathered: Tensor
+    weights: Tensor
     scalars: Tensor
     plan: Plan
     shift: float
@@ -62,13 +64,15 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
             del call, layout, kept, state
             call = Call(inputs, options, handshake, plan, OWN_MAX, gathered)
             layout = call.layout
-    value, stats, *divisors = result
+    value, stats, denominator = result
     if not plan.one_pass:
-        scalars = _as_tensor(divisors, like=state.table)
+        scalars = _as_tensor([denominator, call.largest_weight], like=state.table)
         if not spec.has_targets:
             state.fill_empty_rows()
     number, joins_backward = call.ranks.num_handshakes, any(handshake.needs)
-    saved = Saved(state.table, kept, call.gathered, scalars, plan, call.shift, number, joins_backward, handshake.info)
+    weights = call.weights if inputs.weight is not None and options.group else state.table.new_empty(0)
+    tensors = state.table, kept, call.gathered, weights, scalars
+    saved = Saved(*tensors, plan, call.shift, number, joins_backward, handshake.info)
     return value, stats, saved
 
 
@@ -107,7 +111,7 @@ def backward(inputs: LossInputs, options: LossOptions, upstream: Tensor, saved: 
     if saved.plan.one_pass:
         return rescaled(inputs, options, upstream, saved.kept, saved.scalars)
     handshake = Handshake.of_backward(inputs, options, saved.info, upstream, saved.forward_number)
-    call = Call(inputs, options, handshake, saved.plan, saved.shift, saved.gathered)
+    call = Call(inputs, options, handshake, saved.plan, saved.shift, saved.gathered, saved.weights)
     layout, state = call.layout, call.attach_state(saved.state)
     call.attach_factors(state)
     denominator, largest_row_grad = saved.scalars.unbind() if len(saved.scalars) else (layout.num_losses, 1.0)

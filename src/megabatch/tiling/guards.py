@@ -6,7 +6,7 @@ it waits for what must be refused: one rank that stopped would leave the others 
 """
 
 import math
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,23 +46,29 @@ def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) ->
 
 def check_indices(function: str, name: str, indices: Tensor, num_keys: int, group: object = None) -> None:
     rule = f"{function}: {name} must be rows of key, 0 to {num_keys - 1}"
-    indices = indices.long()  # a number of keys may be too large for their dtype
-    if indices.device.type == "cuda" and not group:
-        torch._assert_async(((indices >= 0) & (indices < num_keys)).all(), rule)
-    elif indices.numel():
-        low, high = (bound.item() for bound in indices.aminmax())
-        if low < 0 or high >= num_keys:
-            raise ValueError(f"{rule}, got {low} to {high}.")
+    _check_range(rule, indices.long(), 0, num_keys - 1, group)  # their own dtype may have no such number
 
 
 def check_weight(function: str, weight: Tensor, group: object = None) -> None:
-    rule = f"{function}: weight must be finite and not negative"
-    if weight.device.type == "cuda" and not group:
-        torch._assert_async(((weight >= 0) & (weight < math.inf)).all(), rule)
-    elif weight.numel():
-        low, high = (bound.item() for bound in weight.aminmax())
-        if not 0 <= low <= high < math.inf:
-            raise ValueError(f"{rule}, got {low} to {high}. Use 0 to leave a row out.")
+    rule, largest = f"{function}: weight must be finite and not negative", torch.finfo(weight.dtype).max
+    _check_range(rule, weight, 0, largest, group, " Use 0 to leave a row out.")
+
+
+def _check_range(rule: str, values: Tensor, low: float, high: float, group: object, advice: str = "") -> None:
+    if values.device.type == "cuda" and not group:
+        torch._assert_async(((values >= low) & (values <= high)).all(), rule)
+    elif values.numel():
+        least, most = (bound.item() for bound in values.aminmax())
+        if not low <= least <= most <= high:
+            raise ValueError(f"{rule}, got {least} to {most}.{advice}")
+
+
+def check_alike(holds: Tensor, rule: str, found: str = "") -> None:
+    """What all ranks compute alike: all stop, or raise, together."""
+    if holds.device.type == "cuda":
+        torch._assert_async(holds, rule)
+    elif not holds.item():
+        raise ValueError(f"{rule}{found}.")
 
 
 # ---- lengths of rows
@@ -88,28 +94,30 @@ def strip_height(features: Tensor) -> int:
 
 
 def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
-    """Bounds of the lengths of the rows of each feature input, as multiplied. Warns of rows that may have been meant to
-    be normalised."""
+    """Bounds of the lengths of the rows of each feature input, as multiplied; inf where the host does not know. Warns
+    of rows that may have been meant to be normalised."""
     if options.normalize:
         return (UNIT_NORM,) * 3
-    function, on_cpu = options.function, inputs.rows.device.type == "cpu"
+    function, device = options.function, inputs.rows.device.type
+    bounds: tuple[float, ...] = (math.inf,) * 3
     watched = options.normalize is None and (function, "norms") not in callers.warned
-    if options.spec.epilogue == "sigmoid" and not watched:  # which has no exponentials to bound
-        return (math.inf,) * 3
-    waiting = (function, "norms") in _pending and not is_capturing() and not _pending[function, "norms"][1].query()
-    if not on_cpu and (not watched or waiting or is_capturing() or inputs.rows.device.type != "cuda"):
-        return (math.inf,) * 3
-    norms = [[row_norms(x)] if x is not None and len(x) else [] for x in inputs.features]
-    vectors = norms if on_cpu else [list(chain.from_iterable(norms))]
-    lows, highs = zip(*(_range(function, "norms", x) for x in vectors), strict=True)
-    if watched and max(1 - min(lows), max(highs) - 1) > 0.01:
+    features = [x for x in inputs.features if x is not None and len(x)]
+    low, high = EMPTY_RANGE
+    if device == "cpu" and (watched or options.spec.epilogue != "sigmoid"):  # which has no exponentials to bound
+        norms = [None if x is None or not len(x) else row_norms(x) for x in inputs.features]
+        ranges = [EMPTY_RANGE if x is None else _range(x) for x in norms]
+        low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+        bounds = tuple(max(high, 0.0) for _, high in ranges)
+    elif device == "cuda" and watched:
+        low, high = _late_range((function, "norms"), lambda: [row_norms(x) for x in features])
+    if watched and max(1 - low, high - 1) > 0.01:
         callers.warn_once(
             function,
             "norms",
-            f"rows are not of unit length, but from {min(lows):.4g} to {max(highs):.4g}. Pass normalize=True for "
-            "cosine similarity, or normalize=False if dot products are meant.",
+            f"rows are not of unit length, but from {low:.4g} to {high:.4g}. Pass normalize=True for cosine "
+            "similarity, or normalize=False if dot products are meant.",
         )
-    return tuple(max(high, 0.0) for high in highs) if on_cpu else (math.inf,) * 3
+    return bounds
 
 
 # ---- warnings
@@ -117,25 +125,35 @@ def max_norms(inputs: LossInputs, options: LossOptions) -> tuple[float, ...]:
 
 def id_range(inputs: LossInputs, options: LossOptions) -> Range:
     """Only all ranks together know whether all ids are equal, and those of a GPU arrive when they do."""
-    seen = options.group or (options.function, "ids") in callers.warned
-    unknown = inputs.rows.device.type != "cpu" and (seen or is_capturing())
-    if options.spec.id_rule != "mask" or unknown:
+    device = inputs.rows.device.type
+    ids = [x for x in (inputs.row_ids, inputs.column_ids, inputs.negative_ids) if x is not None and len(x)]
+    if options.spec.id_rule != "mask" or not ids:
         return EMPTY_RANGE
-    ids = (inputs.row_ids, inputs.column_ids, inputs.negative_ids)
-    return _range(options.function, "ids", [x for x in ids if x is not None and len(x)])
-
-
-def _range(function: str, name: str, vectors: list[Tensor]) -> Range:
-    """Of all numbers: at once on the CPU, elsewhere that of an earlier call when it has arrived."""
-    device, key = vectors[0].device.type if vectors else "", (function, name)
     if device == "cpu":
-        lows, highs = zip(*(x.aminmax() for x in vectors), strict=True)
-        return min(low.item() for low in lows), max(high.item() for high in highs)
-    if device == "cuda" and key not in _pending:
-        bounds = torch.stack([bound.double() for x in vectors for bound in x.aminmax()])
+        lows, highs = zip(*map(_range, ids), strict=True)
+        return min(lows), max(highs)
+    if device == "cuda" and not options.group and (options.function, "ids") not in callers.warned:
+        return _late_range((options.function, "ids"), lambda: ids)
+    return EMPTY_RANGE
+
+
+def _range(numbers: Tensor) -> Range:
+    low, high = numbers.aminmax()
+    return low.item(), high.item()
+
+
+def _late_range(key: tuple[str, str], vectors: Callable[[], list[Tensor]]) -> Range:
+    """Of all numbers of an earlier call on a GPU when they have arrived, so that nobody waits. Else those of this call
+    are sent, unless others are on their way."""
+    if is_capturing():
+        return EMPTY_RANGE
+    pending = _pending.get(key)
+    if pending is None and (found := vectors()):
+        bounds = torch.stack([bound.double() for x in found for bound in x.aminmax()])
         _pending[key] = copy_to_host(torch.stack(bounds.aminmax()))
-    elif device == "cuda" and _pending[key][1].query():
-        low, high = _pending.pop(key)[0].tolist()
+    elif pending is not None and pending[1].query():
+        _pending.pop(key, None)  # unless another thread did
+        low, high = pending[0].tolist()
         return low, high
     return EMPTY_RANGE
 

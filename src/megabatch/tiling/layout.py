@@ -113,8 +113,6 @@ class Layout:
 
     def all_rows(self, numbers: Tensor) -> Tensor:
         """Those of all ranks, from those of this rank's rows that have a loss."""
-        if self.ranks.size == 1:
-            return numbers
         parts = torch.split(numbers, [len(self.own[index]) for index in self.row_inputs])
         return torch.cat([self.gather_rows(part, index) for index, part in zip(self.row_inputs, parts, strict=True)])
 
@@ -161,6 +159,8 @@ class Layout:
 
     def gather_rows(self, vector: Tensor, index: int = 0) -> Tensor:
         """The numbers of all ranks for their rows of an input."""
+        if self.ranks.size == 1:
+            return vector
         padded = torch.nn.functional.pad(vector, (0, max(self.info.rows[index]) - len(vector)))
         return self.compact(self.ranks.all_gather_block(padded).flatten(), index)
 

@@ -22,7 +22,7 @@ from .results import NUM_STATS, Gradients
 with torch.inference_mode(False):  # whatever mode the import happens in
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
-_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), 4  # tensors
+_NUM_INPUTS, _NUM_SAVED = len(LossInputs._fields), 5  # tensors
 
 
 def contrastive_loss(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | None]:
@@ -100,10 +100,12 @@ class _Refuse(torch.autograd.Function):
 _TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 _INPUTS = ", ".join(f"Tensor? {name}" for name in (*LossInputs._fields, "anchor")) + ", str options"
 _SAVED = ", ".join(f"Tensor {name}" for name in (*Saved._fields[:_NUM_SAVED], "facts"))
-_TENSORS = {number: f"({', '.join(['Tensor'] * number)})" for number in (6, 7)}
+_TENSORS = {number: f"({', '.join(['Tensor'] * number)})" for number in (6, 3 + _NUM_SAVED)}
 
 
-@torch.library.custom_op("megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_TENSORS[7]}", tags=_TAGS)
+@torch.library.custom_op(
+    "megabatch::contrast", mutates_args=(), schema=f"({_INPUTS}) -> {_TENSORS[3 + _NUM_SAVED]}", tags=_TAGS
+)
 def contrast(*arguments: Any) -> tuple[Tensor, ...]:
     """value, stats and Saved: its tensors, and the rest as bytes on the CPU."""
     *tensors, _, code = arguments
@@ -111,7 +113,8 @@ def contrast(*arguments: Any) -> tuple[Tensor, ...]:
         value, stats, saved = engine.forward(LossInputs(*tensors), LossOptions.decode(code))
     stats = value.new_zeros(NUM_STATS, dtype=torch.float64) if stats is None else stats
     facts = torch.frombuffer(bytearray(pickle.dumps(saved[_NUM_SAVED:])), dtype=torch.uint8)
-    return value, stats, saved.state, saved.kept, saved.gathered, saved.scalars, facts
+    kept_tensors: Any = saved[:_NUM_SAVED]
+    return value, stats, *kept_tensors, facts
 
 
 @contrast.register_fake
@@ -129,6 +132,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         rows.new_empty((num_fields, dynamic() if options.group else sum(lengths)), dtype=double),
         rows.new_empty(dynamic(), dtype=dtype),
         rows.new_empty(dynamic(), dtype=torch.uint8),
+        rows.new_empty(dynamic(), dtype=double),
         rows.new_empty(dynamic(), dtype=double),
         rows.new_empty(dynamic(), dtype=torch.uint8, device="cpu"),
     )

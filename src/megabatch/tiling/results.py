@@ -5,7 +5,6 @@ d loss / d x = factor * scale * A, with one factor for all rows.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..backends.epilogues import SMALLEST_SUM
 from ..losses.block import Block
 from ..losses.state import State
 from .call import SMALLEST, Call
-from .guards import LARGEST_INVERSE_NORM, strip_height
+from .guards import LARGEST_INVERSE_NORM, check_alike, strip_height
 from .options import LossInputs, LossOptions
 
 STATISTICS = ("positive_logit", "row_loss", "column_loss", "row_accuracy", "column_accuracy")
@@ -24,23 +23,9 @@ NUM_STATS = 2 + len(STATISTICS)  # with the loss, and the accuracy of both direc
 Gradients = tuple[Tensor | None, ...]  # of LossInputs[:5]; None where none is needed
 
 
-class Reduced(NamedTuple):
-    """Of all rows of all ranks.
-
-    Attributes:
-        value: Of the loss, or of every row of this rank.
-        denominator: What the mean divides by.
-        largest_weight: 1 where there are none.
-    """
-
-    value: Tensor
-    stats: Tensor | None
-    denominator: Tensor | float
-    largest_weight: Tensor | float
-
-
-def reduce_losses(call: Call, state: State) -> Reduced | None:
-    """From the statistics of all rows. None where a sum of exponentials has underflowed."""
+def reduce_losses(call: Call, state: State) -> tuple[Tensor, Tensor | None, Tensor | float] | None:
+    """From the statistics of all rows: the loss (of all ranks, or of every row of this rank), its statistics, and what
+    the mean divides by. None where a sum of exponentials has underflowed."""
     spec, options, layout = call.spec, call.options, call.layout
     num_rows = layout.num_losses
     rows = state if spec.two_sided else state.slice(0, num_rows)
@@ -59,11 +44,11 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
     if options.return_stats:
         columns = state if spec.symmetric else state.slice(num_rows, None)
         sums |= _statistics(call, state if spec.symmetric else state.slice(0, num_rows), columns)
-    largest_weight = call.largest_weight
     if call.shift > 0 and sums["underflows"].item():
         return None
-    if isinstance(largest_weight, Tensor):
-        _check_weights(call, largest_weight)
+    if isinstance(call.largest_weight, Tensor):
+        rule = f"{options.function}: weight must have a positive, finite sum"
+        check_alike(call.largest_weight > SMALLEST, rule, ", got 0.0")
     denominator = sums.get("weight", float(num_rows))
     if not spec.has_targets:  # 1 where no row has positives, and every loss is 0
         denominator = torch.where(sums["weight"] == 0, 1.0, sums["weight"])
@@ -75,15 +60,7 @@ def reduce_losses(call: Call, state: State) -> Reduced | None:
     if options.return_stats:
         means = torch.stack([sums[name] for name in STATISTICS]) / denominator
         stats = torch.cat([mean[None], means[3:].mean()[None], means])
-    return Reduced(value, stats, denominator, largest_weight)
-
-
-def _check_weights(call: Call, largest_weight: Tensor) -> None:
-    rule = f"{call.options.function}: weight must have a positive, finite sum"
-    if largest_weight.device.type == "cuda":  # known to all ranks alike: all stop
-        torch._assert_async(largest_weight > SMALLEST, rule)
-    elif largest_weight.item() <= SMALLEST:
-        raise ValueError(f"{rule}, got 0.0.")
+    return value, stats, denominator
 
 
 def _statistics(call: Call, rows: State, columns: State) -> dict[str, Tensor]:
@@ -145,10 +122,7 @@ def _check_equal(call: Call, everyones: Tensor) -> None:
     rule = "logit_scale, logit_bias and what the loss is multiplied by must be the same on every rank of the group"
     close = (everyones - everyones[0]).abs() <= 1e-5 * everyones[0].abs()
     same = (close | (everyones == everyones[0]) | everyones.isnan()).all()
-    if same.device.type == "cuda":  # known to all ranks alike: all stop
-        torch._assert_async(same, f"{call.options.function}: {rule}")
-    elif not same.item():
-        raise ValueError(f"{call.options.function}: {rule}.")
+    check_alike(same, f"{call.options.function}: {rule}")
 
 
 def _finish_blocks(call: Call, blocks: list[Block], coefficient: Tensor | float) -> Tensor:
