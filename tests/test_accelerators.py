@@ -208,7 +208,7 @@ def test_the_host_reads_nothing(loss: str, keywords: dict[str, Any]) -> None:
 def test_a_bias_that_changes_nothing_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = captured("clip_loss", **arguments("clip_loss", {}))
     with FakeTensorMode(allow_non_fake_inputs=True), NoDevice(), Operators() as operators:
-        value = torch.empty((), device="cuda", requires_grad=True)
+        value = torch.empty((), device="cuda")
         monkeypatch.setattr(functional, "contrastive_loss", lambda *call: (value, None))
         functional._run(inputs, options, torch.tensor(-10.0))
     assert operators.uploads == []
@@ -217,9 +217,11 @@ def test_a_bias_that_changes_nothing_stays_where_it_is(monkeypatch: pytest.Monke
 def test_a_scale_that_only_the_device_knows_is_not_rounded_again() -> None:
     """1 / (number of rows) times a bfloat16 would be a bfloat16."""
     with FakeTensorMode():
-        scale = guards.scalar(torch.ones((), dtype=torch.bfloat16, device="cuda"), 1.0, torch.device("cuda"))
-    assert isinstance(scale, Tensor)
-    assert scale.dtype == torch.float64
+        given = torch.ones((), dtype=torch.bfloat16, device="cuda")
+        for dtype, computed in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+            scale = guards.scalar(given, 1.0, torch.ones(2, 2, dtype=dtype, device="cuda"))
+            assert isinstance(scale, Tensor)
+            assert scale.dtype == computed
 
 
 class OnCuda(Tensor):

@@ -27,11 +27,14 @@ _pending: dict[tuple[str, str], tuple[Tensor, Any]] = {}  # by function and kind
 # ---- values
 
 
-def scalar(x: Tensor | None, default: float, device: torch.device) -> float | Tensor:
-    """A number where the host knows it, else a 0-d tensor. What is not finite there makes the loss NaN."""
+def scalar(x: Tensor | None, default: float, features: Tensor) -> float | Tensor:
+    """A number where the host knows it, else a 0-d tensor beside the features. What is not finite there makes the loss
+    NaN."""
     if x is None:
         return default
-    return x.item() if "cpu" in (x.device.type, device.type) else x.detach().view(()).to(device, torch.float64)
+    if "cpu" in (x.device.type, features.device.type):
+        return x.item()
+    return x.detach().view(()).to(features.device, compute_dtype(features))
 
 
 def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) -> None:
@@ -46,20 +49,21 @@ def check_scalars(function: str, scale: float | Tensor, bias: float | Tensor) ->
 
 def check_indices(function: str, name: str, indices: Tensor, num_keys: int, group: object = None) -> None:
     rule = f"{function}: {name} must be rows of key, 0 to {num_keys - 1}"
-    _check_range(rule, indices.long(), 0, num_keys - 1, group)  # their own dtype may have no such number
+    _check_range(rule, indices.long(), num_keys, group)  # their own dtype may have no such number
 
 
 def check_weight(function: str, weight: Tensor, group: object = None) -> None:
-    rule, largest = f"{function}: weight must be finite and not negative", torch.finfo(weight.dtype).max
-    _check_range(rule, weight, 0, largest, group, " Use 0 to leave a row out.")
+    rule = f"{function}: weight must be finite and not negative"
+    _check_range(rule, weight, math.inf, group, " Use 0 to leave a row out.")
 
 
-def _check_range(rule: str, values: Tensor, low: float, high: float, group: object, advice: str = "") -> None:
+def _check_range(rule: str, values: Tensor, end: float, group: object, advice: str = "") -> None:
+    """From 0 to below the end."""
     if values.device.type == "cuda" and not group:
-        torch._assert_async(((values >= low) & (values <= high)).all(), rule)
+        torch._assert_async(((values >= 0) & (values < end)).all(), rule)
     elif values.numel():
         least, most = (bound.item() for bound in values.aminmax())
-        if not low <= least <= most <= high:
+        if not 0 <= least <= most < end:
             raise ValueError(f"{rule}, got {least} to {most}.{advice}")
 
 

@@ -94,9 +94,9 @@ class Handshake:
 
     def __init__(self, inputs: LossInputs, ranks: Ranks, info: GroupInfo, backend: type[Backend]) -> None:
         self.ranks, self.info, self.backend = ranks, info, backend
-        device, scale, bias = inputs.rows.device, info.scale[0], info.bias[0]
-        self.scale = scalar(inputs.scale, 1.0, device) if math.isnan(scale) else scale
-        self.bias = scalar(inputs.bias, 0.0, device) if math.isnan(bias) else bias
+        scale, bias = info.scale[0], info.bias[0]
+        self.scale = scalar(inputs.scale, 1.0, inputs.rows) if math.isnan(scale) else scale
+        self.bias = scalar(inputs.bias, 0.0, inputs.rows) if math.isnan(bias) else bias
         self.needs = Needs(*map(any, info.needs))
 
     @classmethod
@@ -189,7 +189,7 @@ def _rank_info(inputs: LossInputs, options: LossOptions) -> RankInfo:
     """Or what this rank has against its own values."""
     function = options.function
     column_ids = inputs.row_ids if options.spec.symmetric else inputs.column_ids
-    scale, bias = scalar(inputs.scale, 1.0, inputs.rows.device), scalar(inputs.bias, 0.0, inputs.rows.device)
+    scale, bias = scalar(inputs.scale, 1.0, inputs.rows), scalar(inputs.bias, 0.0, inputs.rows)
     check_scalars(function, scale, bias)
     if inputs.positives is not None and inputs.columns is not None:
         check_indices(function, "positives", inputs.positives, len(inputs.columns), options.group)
