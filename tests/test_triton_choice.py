@@ -44,6 +44,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 interpreted = pytest.mark.skipif(not triton_backend._interprets(), reason="for Triton's interpreter")
 
 
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """Whether Triton can be imported, which a process asks once."""
+    real = triton_backend._import_trouble
+    real.cache_clear()
+    yield
+    real.cache_clear()
+
+
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A machine with this GPU, as far as a choice can see it."""
@@ -99,6 +108,7 @@ def test_auto_takes_eager_where_triton_cannot_run(a_gpu: Callable[..., None], mo
         assert select("clip_loss", "auto", CUDA, torch.float32) is Triton
         assert not Triton.multiplies_half(CUDA, False)
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
+    triton_backend._import_trouble.cache_clear()
     assert select("clip_loss", "auto", CUDA, torch.float16) is Eager
 
 

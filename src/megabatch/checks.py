@@ -89,9 +89,7 @@ def features(function: str, ranks: str, **inputs: Tensor) -> None:
 
 
 def _lacks_float64(device: torch.device) -> bool:
-    if device.type == "xpu":
-        return not torch.xpu.get_device_properties(device).has_fp64
-    return device.type == "mps"
+    return device.type == "mps" or (device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64)
 
 
 def dense(function: str, name: str, value: object) -> None:

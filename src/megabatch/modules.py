@@ -81,7 +81,8 @@ class _ContrastiveLoss(nn.Module):
         """Of the same group, which cannot be copied."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         group = self.options.get("group")
-        copied.__dict__.update(deepcopy(self.__dict__, memo | {id(group): group}))
+        memo[id(group)] = group
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
     def no_weight_decay(self) -> set[str]:
@@ -89,10 +90,8 @@ class _ContrastiveLoss(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def extra_repr(self) -> str:
-        if self.logit_scale is None or self.logit_scale.is_meta:
-            own = "none" if self.logit_scale is None else "meta"
-        else:
-            own = f"{self.logit_scale.detach().exp().item():.4g}"
+        scale = self.logit_scale
+        own = "none" if scale is None else "meta" if scale.is_meta else f"{scale.detach().exp().item():.4g}"
         return ", ".join([f"logit_scale={own}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
     def _scale(self, features: Tensor, given: Scalar | None) -> Scalar | None:

@@ -107,7 +107,7 @@ def similarity_topk(
 
 def _check_exclude(search: "_Search", exclude: Exclude) -> LossInputs:
     """What a loss would mask: positives, or pairs of equal ids."""
-    name, query, key = search.name, search.query, search.key
+    name, query, key, group = search.name, search.query, search.key, search.ranks.group
     if isinstance(exclude, tuple | list):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
@@ -116,7 +116,7 @@ def _check_exclude(search: "_Search", exclude: Exclude) -> LossInputs:
         return LossInputs(query, key, row_ids=query_ids, column_ids=key_ids)
     checks.vector(name, "exclude", exclude, "query", query)
     if exclude is not None:
-        check_indices(search.name, "exclude", exclude, len(key), search.ranks.group)
+        check_indices(name, "exclude", exclude, len(key), group)
     return LossInputs(query, key, positives=exclude)
 
 
@@ -183,8 +183,7 @@ class _Search:
             raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
         if k is not None and not 1 <= k <= self.num_keys:
             raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
-        gathered = self.num_keys * self.key.shape[1] * self.key.element_size()
-        fits = gathered <= min(info.budget)
+        fits = self.num_keys * self.key.shape[1] * self.key.element_size() <= min(info.budget)
         self.layout = Layout(
             inputs,
             Spec("softmax"),

@@ -36,6 +36,11 @@ def state_fields(spec: Spec, stats: bool) -> tuple[str, ...]:
     return ("max", *tops, *names)
 
 
+def has_column_statistics(spec: Spec, stats: bool) -> bool:
+    """Whether columns have a State as rows do."""
+    return spec.two_sided or (stats and spec.epilogue == "sigmoid")
+
+
 class State:
     """A table of fields by rows. `state["sum_exp"]` is a view of one field, `slice` a view of some rows."""
 

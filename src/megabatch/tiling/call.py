@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from ..backends.backend import Backend, float32_precision
 from ..losses.block import Block, Tile
-from ..losses.state import OWN_MAX, State, state_fields
+from ..losses.state import OWN_MAX, State, has_column_statistics, state_fields
 from .handshake import Handshake
 from .layout import Layout
 from .options import LossInputs, LossOptions
@@ -41,8 +41,7 @@ class Call:
         self.ranks, self.scale = handshake.ranks, handshake.scale
         self.layout = Layout(inputs, self.spec, self.ranks, handshake.info, bool(options.normalize), options.overlap)
         self.layout.gathers = self._gathers()
-        if options.return_stats and self.spec.epilogue == "sigmoid":
-            self.layout.has_column_statistics = True
+        self.layout.has_column_statistics = has_column_statistics(self.spec, options.return_stats)
         operand_dtype = self._operand_dtype()
         self.side_for_scale = self._side_for_scale(operand_dtype) if handshake.needs.scale else []
         self.sum_for_scale = handshake.needs.scale and not self.side_for_scale

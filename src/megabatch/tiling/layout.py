@@ -52,7 +52,7 @@ class Layout:
     ) -> None:
         self.spec, self.ranks, self.info = spec, ranks, info
         self.normalize, self.overlap, self.gathers = normalize, overlap, gathers and ranks.size > 1
-        self.has_column_statistics = spec.two_sided
+        self.has_column_statistics = False
         self.vectors: dict[str, Any] = {}
         self._padded_places: dict[int, Tensor | None] = {}
         self.row_inputs: tuple[int, ...] = (0, 1) if spec.symmetric and inputs.columns is not None else (0,)

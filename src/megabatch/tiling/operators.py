@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses.state import state_fields
+from ..losses.state import has_column_statistics, state_fields
 from . import engine
 from .engine import Saved
 from .options import LossInputs, LossOptions, compute_dtype
@@ -124,12 +124,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     lengths = [0 if x is None else x.shape[0] for x in inputs.features]
     num_losses = sum(lengths[:2]) if options.spec.symmetric else lengths[0]
     num_fields = len(state_fields(options.spec, options.return_stats))
+    columns = sum(lengths) if has_column_statistics(options.spec, options.return_stats) else num_losses
     dynamic = torch.library.get_ctx().new_dynamic_size
     dtype, double, rows = compute_dtype(inputs.rows), torch.float64, inputs.rows
     return (
         rows.new_empty((num_losses,) if options.reduction == "none" else (), dtype=dtype),
         rows.new_empty(NUM_STATS, dtype=double),
-        rows.new_empty((num_fields, dynamic() if options.group else sum(lengths)), dtype=double),
+        rows.new_empty((num_fields, dynamic() if options.group else columns), dtype=double),
         rows.new_empty(dynamic(), dtype=dtype),
         rows.new_empty(dynamic(), dtype=torch.uint8),
         rows.new_empty(dynamic(), dtype=double),

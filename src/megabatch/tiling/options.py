@@ -11,6 +11,10 @@ from torch import Tensor
 from ..losses.spec import Spec
 
 
+# Of what the operators return. Another number, and no graph that a compiler has cached on disk is used again.
+FORMAT = 2
+
+
 class LossInputs(NamedTuple):
     """The tensors of a call. A symmetric loss has `rows`, and perhaps `columns`, on both sides. Any other has rows,
     columns, and perhaps more columns that are nobody's positives, `negatives`."""
@@ -75,12 +79,12 @@ class LossOptions(NamedTuple):
     def encode(self) -> str:
         """As a string, which is what an operator can take and a compiler can treat as a constant."""
         function, spec, needs, *rest = self
-        return repr((function, tuple([getattr(spec, name) for name in _SPEC_FIELDS]), tuple(needs), *rest))
+        return repr((FORMAT, function, tuple([getattr(spec, name) for name in _SPEC_FIELDS]), tuple(needs), *rest))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def decode(code: str) -> "LossOptions":
-        function, spec, needs, *rest = ast.literal_eval(code)
+        _, function, spec, needs, *rest = ast.literal_eval(code)
         return LossOptions(function, Spec(*spec), Needs(*needs), *rest)
 
 
