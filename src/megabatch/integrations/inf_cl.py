@@ -1,7 +1,7 @@
 """inf_cl's three losses, on any device.
 
-- from inf_cl import cal_inf_loss
-+ from megabatch.integrations.inf_cl import cal_inf_loss
+    - from inf_cl import cal_inf_loss
+    + from megabatch.integrations.inf_cl import cal_inf_loss
 
 inf_cl itself is not needed. Any width and any number of rows will do, on one process or many, and ranks may hold
 different numbers of rows. Averaged by DDP, the gradient of `scale` is that of one process with all rows, where inf_cl's

@@ -1,7 +1,7 @@
 """pytorch-metric-learning's NTXentLoss and SupConLoss, in linear memory.
 
-- from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
-+ from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
+    - from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
+    + from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
 
 Subclasses of the originals that replace the computation alone: reducers, regularizers, statistics, SelfSupervisedLoss,
 CrossBatchMemory (which makes a matrix of its own before it comes here) and DistributedLossWrapper go on working. That
