@@ -29,6 +29,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # shapes and types are in the text
 autodoc_mock_imports = ["sentence_transformers", "pytorch_metric_learning"]
 python_maximum_signature_line_length = 100
+python_trailing_comma_in_multi_line_signatures = False
 napoleon_numpy_docstring = False
 
 
