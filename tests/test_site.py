@@ -67,11 +67,11 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, why: str)
     assert check.main(tmp_path) == (1 if why else 0)
 
 
-def test_the_picture_shows_the_results() -> None:
-    results = json.loads((ROOT / "docs/results/loss.json").read_text())
-    assert (ROOT / "docs/memory-and-time.svg").read_text() == tool("plot_loss").picture(results), (
-        "run tools/plot_loss.py"
-    )
+def test_picture_and_table_of_the_readme_show_the_results() -> None:
+    summary = tool("loss_summary")
+    results = json.loads(summary.RESULTS.read_text())
+    assert summary.BLOCK.findall(summary.README.read_text()) == [summary.table(results)], "run tools/loss_summary.py"
+    assert summary.PICTURE.read_text() == summary.picture(results), "run tools/loss_summary.py"
 
 
 def test_unknown_addresses_stand_in_one_place() -> None:

@@ -1,14 +1,18 @@
-"""The picture of memory and time against batch size, from the JSON of `megabatch bench loss --losses clip`.
+"""`python tools/loss_summary.py`: the picture and the table of the README, from the JSON of `megabatch bench loss`.
 
-python tools/plot_loss.py docs/results/loss.json docs/memory-and-time.svg
+It reads docs/results/loss.json, and writes docs/memory-and-time.svg and a block of README.md.
 """
 
 import json
 import math
-import sys
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PICTURE, README = ROOT / "docs/results/loss.json", ROOT / "docs/memory-and-time.svg", ROOT / "README.md"
+BLOCK = re.compile(r"(?<=<!-- table: loss-summary -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 # Name in the results: label, colour (safe for colour-blind readers), width.
 LINES = {
@@ -18,6 +22,15 @@ LINES = {
     "megabatch": ("megabatch", "#0072B2", 3.0),
     "small": ('megabatch, memory_budget="48MiB"', "#56B4E9", 3.0),
 }
+# Of the table, in its order.
+COLUMNS = {
+    "by_hand": "dense, by hand",
+    "compiled": "dense, `torch.compile`",
+    "formula": "OpenCLIP's formula",
+    "small": '**megabatch**, `memory_budget="48MiB"`',
+    "megabatch": "**megabatch**",
+}
+SIZES = (1024, 4096, 16384)
 FEWEST_ROWS = 1024  # below, memory is not told from noise
 WIDTH, HEIGHT, TOP, BOTTOM = 860, 330, 70, 280
 PANELS = ((80, 405), (505, 830))
@@ -27,12 +40,16 @@ DESCRIPTION = (
 DESCRIPTION += "megabatch and of the compiled dense loss are about equal, OpenCLIP's formula takes about twice as long."
 
 
+def seconds_of(row: dict[str, Any]) -> float | None:
+    return row.get("median") or row.get("best")
+
+
 def series(results: dict[str, Any], name: str, figure: str) -> list[tuple[int, float]]:
     """Rows of the batch, and MiB or seconds."""
     points = []
     for case in results["cases"]:
         for row in case["contenders"]:
-            value = row.get("peak_bytes") if figure == "memory" else row.get("median", row.get("best"))
+            value = row.get("peak_bytes") if figure == "memory" else seconds_of(row)
             if case["loss"] == "clip" and row["name"] == name and value and case["rows"] >= FEWEST_ROWS:
                 points.append((case["rows"], value / 2**20 if figure == "memory" else value))
     return sorted(points)
@@ -101,6 +118,32 @@ def picture(results: dict[str, Any]) -> str:
     return "\n".join(body) + "\n"
 
 
+# ---- the table
+
+
+def table(results: dict[str, Any]) -> str:
+    """Times and memory at three sizes."""
+    head = ["N", "", *(COLUMNS.values())]
+    lines = [head, ["---"] * len(head)]
+    for case in results["cases"]:
+        if case["loss"] == "clip" and case["rows"] in SIZES:
+            rows = {row["name"]: row for row in case["contenders"]}
+            times = [short(seconds_of(rows[name])) for name in COLUMNS]
+            lines.append([f"{case['rows']:,}", "time", *times[:-1], f"**{times[-1]}**"])
+            lines.append(["", "MiB", *(f"{rows[name]['peak_bytes'] / 2**20:,.0f}" for name in COLUMNS)])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def short(seconds: float | None) -> str:
+    assert seconds is not None
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def main() -> None:
+    results = json.loads(RESULTS.read_text())
+    PICTURE.write_text(picture(results))
+    README.write_text(BLOCK.sub(lambda _: table(results), README.read_text()))
+
+
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(picture(json.loads(source.read_text())))
+    main()
