@@ -45,7 +45,7 @@ def scale_of(number: float | Tensor) -> Tensor:
 def check_options(name: str, options: Iterable[str], known: tuple[str, ...]) -> None:
     for option in options:
         if option not in known:
-            help = "Pass scale=1 / temperature" if option == "temperature" else "megabatch's own losses have more"
+            help = "Pass scale=1 / temperature" if option == "temperature" else "megabatch's own losses take more"
             raise TypeError(f"{name}: options must be among {', '.join(known)}, got {option}. {help}.")
 
 
