@@ -21,7 +21,7 @@ import megabatch
 from megabatch import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 WITH_COMMANDS = [page for page in PAGES if page != "CHANGELOG.md"]  # its commands are those of their time
 PICTURES = sorted((ROOT / "docs").glob("*.svg"))
@@ -186,6 +186,13 @@ def test_every_link_leads_somewhere(page: str) -> None:
 def test_every_command_can_be_typed_as_it_stands(page: str) -> None:
     found = {str(typed): trouble_with(typed) for typed in commands((ROOT / page).read_text())}
     assert {typed: trouble for typed, trouble in found.items() if trouble} == {}
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_make_target_exists(page: str) -> None:
+    known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = [re.fullmatch(r"make ([\w-]+)\b.*", line.strip()) for line in lines((ROOT / page).read_text())]
+    assert {target[1] for target in found if target} <= known
 
 
 def test_every_flag_on_the_page_of_the_trainer_is_one_of_its_flags() -> None:
