@@ -105,7 +105,7 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
         -log(exp(s[a, p]) / (exp(s[a, p]) + exp(s[a, n]).sum()))
 
     Memory and time are those of `megabatch.info_nce_loss` with one query per pair, or half of that if every label
-    occurs twice, as in SimCLR. m rows of one label make m * (m - 1) pairs, which are many for few labels in a large batch.
+    occurs twice, as in SimCLR. m rows of one label make m * (m - 1) pairs: many, for few labels in a large batch.
 
     In float32 the original's losses are at most 87 and have no gradient there; these have no such limit.
 
