@@ -83,5 +83,11 @@ def test_unknown_addresses_stand_in_one_place() -> None:
     assert invented == []
 
 
+def test_the_citation_has_the_version_of_the_package() -> None:
+    import megabatch
+
+    assert f"\nversion: {megabatch.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_readme_is_short() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= 180
