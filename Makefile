@@ -20,7 +20,7 @@ PASSIVE := OMP_WAIT_POLICY=passive# more threads than cores are not to spin
 TWO_WORKERS := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-cpus test-gpu lint format demo bench bench-ranks clean
+.PHONY: help setup test test-cpus test-gpu lint format demo bench bench-ranks docs release-check clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
@@ -32,6 +32,8 @@ help:
 	@echo "make demo         dense against megabatch under a memory limit; a model trained; a step at batch 65,536"
 	@echo "make bench        time and memory of every loss against its peers"
 	@echo "make bench-ranks  the same over several ranks, and what gradients come out on them"
+	@echo "make docs         the documentation as a site, in build/docs; warnings are errors, links are checked"
+	@echo "make release-check  wheel and sdist; the wheel installed in a clean environment and tried"
 	@echo "make clean        remove caches and build output (.venv stays)"
 
 setup: $(STAMP)
@@ -76,6 +78,19 @@ bench: setup
 bench-ranks: setup
 	$(PY) -m megabatch bench ring
 	$(PY) -m megabatch bench gradients
+
+docs: setup
+	$(PY) -m sphinx -W --keep-going -q -E -b html docs build/docs
+	$(PY) tools/check_site.py build/docs
+
+# -I: neither the working directory nor the user's packages are imported.
+release-check: setup
+	rm -rf dist build/release
+	$(PY) -m build --quiet --outdir dist
+	$(PY) -m twine check --strict dist/*
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/*.whl
+	build/release/bin/python -I tools/smoke.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

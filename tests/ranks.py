@@ -1,5 +1,6 @@
 """Real ranks for the tests: a pool of processes in one gloo world, and processes of one's own that may die."""
 
+import logging
 import pickle
 import tempfile
 import time
@@ -31,6 +32,25 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 def group_of(*members: int) -> dist.ProcessGroup:
     """In a rank of the pool: the group of these ranks of its world, one of GROUPS that this rank is in."""
     return _groups[members]
+
+
+class LoggedLines(list[str]):
+    """Messages that a logger, and those below it, log within a `with`."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__()
+        self.logger, self.handler = logging.getLogger(logger), logging.Handler()
+        self.handler.emit = lambda record: self.append(record.getMessage())  # type: ignore[method-assign]
+
+    def __enter__(self) -> "LoggedLines":
+        self.logger.addHandler(self.handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self.handler)
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
 
 
 class RanksFailed(Exception):

@@ -1,4 +1,4 @@
-"""The documentation keeps its word: links lead somewhere, commands can be typed as they stand, pictures can be read."""
+"""Links of the documentation lead somewhere, commands can be typed as they stand, Python runs, pictures can be read."""
 
 import io
 import re
@@ -13,16 +13,24 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
+import megabatch
 from megabatch import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 WITH_COMMANDS = [page for page in PAGES if page != "CHANGELOG.md"]  # its commands are those of their time
 PICTURES = sorted((ROOT / "docs").glob("*.svg"))
 
+# Pages whose Python is run as it stands, and the names that it may use.
+WITH_PYTHON = ["README.md", "docs/quickstart.md", "docs/losses.md", "docs/evaluation.md"]
+
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^(?: {4}.*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -180,6 +188,13 @@ def test_every_command_can_be_typed_as_it_stands(page: str) -> None:
     assert {typed: trouble for typed, trouble in found.items() if trouble} == {}
 
 
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_make_target_exists(page: str) -> None:
+    known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = [re.fullmatch(r"make ([\w-]+)\b.*", line.strip()) for line in lines((ROOT / page).read_text())]
+    assert {target[1] for target in found if target} <= known
+
+
 def test_every_flag_on_the_page_of_the_trainer_is_one_of_its_flags() -> None:
     spans = SPAN.findall(prose((ROOT / "docs/training.md").read_text()))
     flags = {flag for span in spans if span.startswith("--") for flag in re.findall(r"--[\w-]+", span)}
@@ -188,9 +203,66 @@ def test_every_flag_on_the_page_of_the_trainer_is_one_of_its_flags() -> None:
     assert {flag for flag in flags if not names(known, flag)} == set()
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    reached = {target.partition("#")[0] for target in links((ROOT / "README.md").read_text())}
-    assert {page for page in PAGES if page.startswith("docs/")} <= reached
+def test_the_readme_and_the_index_lead_to_every_page() -> None:
+    assert "docs/index.md" in links((ROOT / "README.md").read_text())
+    reached = {f"docs/{target}" for target in links((ROOT / "docs/index.md").read_text())}
+    assert {page for page in PAGES if page.startswith("docs/")} <= {*reached, "docs/index.md"}
+
+
+def names_of_pages() -> dict[str, Any]:
+    """What the Python of the pages uses and does not make."""
+    torch.manual_seed(0)
+    image, text, query, view1, view2, features = (normalize(torch.randn(48, 8), dim=1) for _ in range(6))
+    key, negatives = (normalize(torch.randn(64, 8), dim=1) for _ in range(2))
+    leaves = {"image_features": image, "text_features": text, "query": query, "key": key, "negatives": negatives}
+    leaves |= {"view1": view1, "view2": view2, "features": features, "queue": negatives.clone()}
+    leaves |= {"logit_scale": torch.tensor(10.0), "logit_bias": torch.tensor(-5.0)}
+    given: dict[str, Any] = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
+    functional = torch.nn.functional
+    given |= {"positives": torch.randperm(64)[:48], "labels": torch.arange(48) % 7, "model": torch.nn.Linear(2, 2)}
+    given |= {"torch": torch, "mb": megabatch, "cross_entropy": functional.cross_entropy}
+    return given | {"logsigmoid": functional.logsigmoid, "log_softmax": functional.log_softmax}
+
+
+def python_of(page: str) -> list[str]:
+    return PYTHON.findall((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_the_python_of_a_page_runs(page: str) -> None:
+    given = names_of_pages()
+    blocks = python_of(page)
+    assert blocks
+    for block in blocks:
+        exec(block, given)
+
+
+LOSS_SECTIONS = ["CLIP", "SigLIP", "InfoNCE", "NT-Xent (SimCLR)", "SupCon"]
+
+
+@pytest.mark.parametrize("section", LOSS_SECTIONS)
+def test_a_loss_equals_the_torch_beside_it(section: str) -> None:
+    text = (ROOT / "docs/losses.md").read_text()
+    ours, torchs = PYTHON.findall(text.partition(f"\n## {section}\n")[2].partition("\n## ")[0])
+    assert "mb." in ours
+    assert "mb." not in torchs
+    given = names_of_pages()
+    leaves = [value for value in given.values() if isinstance(value, Tensor) and value.requires_grad]
+    found = []
+    for block in (ours, torchs):
+        exec(block, given)
+        found.append([given["loss"], *torch.autograd.grad(given["loss"], leaves, allow_unused=True)])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_every_loss_has_its_section() -> None:
+    text = (ROOT / "docs/losses.md").read_text()
+    losses = [name for name in megabatch.__all__ if name.endswith("_loss")]
+    assert len(losses) == len(LOSS_SECTIONS)
+    assert [name for name in losses if f"loss = mb.{name}(" not in text] == []
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)

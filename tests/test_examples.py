@@ -1,6 +1,7 @@
 """The examples run as their first lines say, alone and on ranks, and learn what they are to learn."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
 LONGEST = 65  # lines, but for the one that is a complete script
 COMPLETE = "two_towers"
+NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 # The tool that each is for. Warnings are errors, but for those of the tool itself that no argument avoids.
 TOOLS = {
@@ -106,6 +108,22 @@ def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
     commands = commands_of(EXAMPLES[name])
     assert commands
     assert all(f" examples/{name}.py" in command for command in commands)
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cell by cell in one namespace, as a kernel does; `make test` needs no Jupyter."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    namespace: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), namespace)
+            assert cell["outputs"] == [], "commit it without outputs"
+    told = capsys.readouterr().out
+    dense, ours = re.findall(r"dense (\S+), megabatch (\S+),", told)[0]
+    first, last = re.findall(r"loss (\S+) -> (\S+)", told)[0]
+    assert float(ours) == pytest.approx(float(dense), rel=1e-5)
+    assert float(last) < float(first) / 2
+    assert float(re.findall(r"recall@5 (\S+)", told)[0]) > 0.5
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megabatch
 from megabatch.integrations.lightly import NTXentLoss
 
-from .ranks import Pool
+from .ranks import LoggedLines, Pool
 from .shims import import_torchvision
 from .test_memory import LargestTensor
 
@@ -259,6 +259,21 @@ def test_ranks_with_different_numbers_of_rows_are_one_batch(pool: Pool) -> None:
     alone = step_alone((6, 1, 4, 5))
     for told, _ in pool.run(4, step, True, True, 0, (6, 1, 4, 5)):
         torch.testing.assert_close(told, alone)
+
+
+def logged_lines(rank: int, group: dist.ProcessGroup, gather: bool) -> list[str]:
+    with LoggedLines("megabatch.integrations") as lines:
+        loss = NTXentLoss(gather_distributed=gather)
+        for _ in range(2):
+            loss(*views(3 + rank))
+    return lines
+
+
+def test_local_negatives_on_several_ranks_are_logged_once_by_rank_0(pool: Pool) -> None:
+    (line,), *others = pool.run(2, logged_lines, False)
+    assert line.startswith("NTXentLoss: each of 4 ranks uses only its own rows as negatives. Pass gather_distributed=")
+    assert others == [[]]
+    assert pool.run(4, logged_lines, True) == [[]] * 4
 
 
 def step_alone(sizes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:

@@ -354,7 +354,11 @@ SHIM = "from tests.shims import import_torchvision\nimport_torchvision()\n"
 def run_programs(folder: Path, *options: str) -> list[str]:
     """What the original and ours print, side by side."""
     (folder / "sitecustomize.py").write_text(SHIM)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src"))),
+    }
     running = []
     for module in ("open_clip_train.main", "megabatch.integrations.open_clip"):
         command = [sys.executable, "-m", module, *PROGRAM.split(), "--name", module, *options]
@@ -384,14 +388,14 @@ def test_the_program_trains_as_open_clip_train(tmp_path: Path) -> None:
     write_data(tmp_path)
     theirs, mine = run_programs(tmp_path, "--siglip", "--loss-dist-impl", "shift")
     assert_same_log(theirs, mine, steps=8)
-    assert "SigLipLoss: nothing depends on dist_impl here" in mine
+    assert "SigLipLoss: no effect of dist_impl here" in mine
 
 
 def test_the_program_trains_as_open_clip_train_on_two_ranks(world: Path) -> None:
     """With gather_with_grad alone the original reports the value of all ranks, too."""
     theirs, mine = ((world / "logs" / whose / "out.log").read_text() for whose in ("original", "ours"))
     assert_same_log(theirs, mine, steps=4)
-    assert "ClipLoss: nothing depends on gather_with_grad here" in mine
+    assert "ClipLoss: no effect of gather_with_grad here" in mine
 
 
 # ---- where the original runs out of memory
@@ -453,17 +457,20 @@ def test_one_line_for_all_that_does_not_matter(
         assert lines == []
     else:
         name, arguments = told.split(": ")
-        rest = "the gradient is always the exact one, the value that of all ranks."
-        assert lines == [f"{name}: nothing depends on {arguments} here: {rest}"]
+        rest = "The gradient is always exact, the value that of all ranks."
+        assert lines == [f"{name}: no effect of {arguments} here. {rest}"]
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
 def test_gradients_larger_than_the_originals_are_warned_of(local_loss: bool, caplog: pytest.LogCaptureFixture) -> None:
     ours.ClipLoss(local_loss, world_size=8)
+    ours.ClipLoss(local_loss, rank=1, world_size=8)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    told = "ClipLoss: the gradient is always the exact one, .* without gather_with_grad is smaller .*, 8 times with its"
-    assert re.match(told, record.getMessage())
+    told = (
+        "ClipLoss: gradients are always exact here. open_clip's are smaller without gather_with_grad, by a factor of 8"
+    )
+    assert record.getMessage().startswith(told)
 
 
 @pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
@@ -495,7 +502,7 @@ def test_horovod_is_refused() -> None:
 
 
 def test_distillation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"create_loss: --distill-model must be left out, because .* matrix of logits"):
+    with pytest.raises(ValueError, match=r"create_loss: --distill-model must be left out, because megabatch has no"):
         ours.create_loss(arguments("clip", distill=True))
 
 
@@ -569,7 +576,7 @@ def test_install_goes_without_what_only_the_program_needs(monkeypatch: pytest.Mo
     with ours.install():
         assert original("create_loss") is ours.create_loss
     with pytest.raises(
-        ImportError, match=r"open_clip_train.main must be installed.*pip install 'megabatch\[open_clip\]'"
+        ImportError, match=r"open_clip_train.main must be importable.*pip install 'megabatch\[open_clip\]'"
     ):
         ours.main()
 
@@ -577,14 +584,14 @@ def test_install_goes_without_what_only_the_program_needs(monkeypatch: pytest.Mo
 def test_install_refuses_a_version_that_has_no_such_factory(monkeypatch: pytest.MonkeyPatch) -> None:
     before = original("create_loss")
     monkeypatch.delattr(importlib.import_module("open_clip_train.main"), "create_loss")
-    with pytest.raises(ImportError, match=r"whose open_clip_train.main has create_loss, as 3 does, got \d"):
+    with pytest.raises(ImportError, match=r"whose open_clip_train.main has create_loss or create_task, got \d"):
         ours.install()
     assert original("create_loss") is before
 
 
 def test_a_missing_open_clip_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ImportError, match=r"open_clip must be installed. Run pip install 'megabatch\[open_clip\]'"):
+    with pytest.raises(ImportError, match=r"open_clip must be importable, .* Run pip install 'megabatch\[open_clip\]'"):
         ours.install()
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, LoggedLines, Pool
 from .shims import import_torchvision
 
 import_torchvision()
@@ -278,9 +279,26 @@ def test_gathering_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     loss = drop_ins.MultipleNegativesRankingLoss(None, gather_across_devices=True)
     with pytest.warns(
-        UserWarning, match=r"torch.distributed is not initialised: these are the rows of this rank alone"
+        UserWarning, match=r"torch.distributed is not initialised: this loss has only the rows of this rank as neg"
     ):
         loss.compute_loss_from_embeddings(embeddings(4, 0))
+
+
+def logged_lines(rank: int, group: Any, gather: bool) -> list[str]:
+    with LoggedLines("megabatch.integrations") as lines:
+        for name in (PLAIN, CACHED):
+            loss = getattr(drop_ins, name)([None], gather_across_devices=gather)  # a model that is never run
+            for _ in range(2):
+                loss.compute_loss_from_embeddings(embeddings(3 + rank, 0))
+    return lines
+
+
+def test_local_negatives_on_several_ranks_are_logged_once_by_rank_0(pool: Pool) -> None:
+    told, *others = pool.run(4, logged_lines, False)
+    rest = "each of 4 ranks uses only its own rows as negatives. Pass gather_across_devices=True to use those of all"
+    assert told == [f"{name}: {rest} ranks." for name in (PLAIN, CACHED)]
+    assert others == [[]] * 3
+    assert pool.run(4, logged_lines, True) == [[]] * 4
 
 
 def test_duplicates_on_different_ranks_are_masked(two_ranks: dict[str, Any]) -> None:
@@ -492,14 +510,46 @@ def test_the_loss_holds_no_matrix() -> None:
 def test_what_is_not_offered_is_refused_by_name(
     name: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refused:
         getattr(drop_ins, name)(minilm(), **options)
+    if refused.traceback[-1].path.name != "multiple_negatives_ranking.py":  # the originals' own errors have no name
+        assert str(refused.value).startswith(f"{name}: ")
+
+
+def test_errors_of_a_step_have_the_name_of_the_class() -> None:
+    for name in (PLAIN, CACHED):
+        with pytest.raises(ValueError, match=f"^{name}: embeddings must be those of anchors and positives at least"):
+            getattr(drop_ins, name)(minilm()).compute_loss_from_embeddings(embeddings(4, 0)[:1])
+
+
+def test_a_loss_that_has_no_drop_in_is_named() -> None:
+    told = f"has no GISTEmbedLoss, only {CACHED}, {PLAIN}, NegativeListsCollator. Import GISTEmbedLoss from sentence_tr"
+    with pytest.raises(AttributeError, match=told):
+        drop_ins.GISTEmbedLoss  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuchLoss'"):
+        drop_ins.NoSuchLoss  # noqa: B018
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'megabatch\[sentence_transformers\]'"):
         importlib.reload(drop_ins)
+
+
+def test_a_package_that_is_installed_but_broken_is_not_to_be_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers raises it where torchvision does not fit torch: without a name."""
+    broken = types.ModuleType("sentence_transformers")
+    broken.__getattr__ = raise_(ModuleNotFoundError("Could not import module 'PreTrainedModel'."))  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", broken)
+    with pytest.raises(ImportError, match=r"got ModuleNotFoundError: Could not .* Repair the package that fails, for"):
+        importlib.reload(drop_ins)
+
+
+def raise_(error: Exception) -> Any:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
 
 
 def test_masking_needs_texts() -> None:

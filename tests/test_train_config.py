@@ -127,9 +127,9 @@ def test_a_command_may_have_some_sections_alone():
 
 def test_help_groups_flags_by_section_and_shows_defaults():
     text = " ".join(parser().format_help().split())
-    assert "optimization: How it is minimised. --global-batch-size N" in text
-    assert "the highest learning rate (default: 0.0005)" in text
-    assert r"between columns (default: '\t')" in text
+    assert "optimization: Batch, optimizer and precision. --global-batch-size N" in text
+    assert "peak learning rate (default: 0.0005)" in text
+    assert r"column separator (default: '\t')" in text
     assert "--lock-image, --no-lock-image" in text
     assert "--precision {fp32,bf16,fp16,amp,amp_bf16}" in text
 
@@ -252,8 +252,8 @@ def test_an_empty_file_changes_nothing(yaml_file, text):
         ("lr: 1\nlr: 2", "line 2: lr is there twice. Keep one."),
         ("lr: 1\noptimization:\n  lr: 2", "line 3: lr is there twice. Keep one."),
         ("run: {seed: 1}\nrun: {name: a}", "line 2: run is there twice. Keep one."),
-        ("batch_size: 3", "line 1: batch_size is not a key here. It is per GPU elsewhere. Use --global-batch-size"),
-        ("optimization: {batch_size: 3}", "line 1: batch_size is not a key here. It is per GPU elsewhere."),
+        ("batch_size: 3", "line 1: batch_size is not a key here. It means per GPU elsewhere. Use --global-batch-size"),
+        ("optimization: {batch_size: 3}", "line 1: batch_size is not a key here. It means per GPU elsewhere."),
         ("accum-freq: 3", "line 1: accum-freq is not a key here. Use --chunk-size"),
         ("- lr", "line 1: the file must be made of keys and values, got a list."),
         ("lr", "line 1: the file must be made of keys and values, got 'lr'."),

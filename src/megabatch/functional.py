@@ -80,8 +80,8 @@ def info_nce_loss(
     Args:
         query: `[N, D]`.
         key: `[M, D]`, M at least N unless `positives` is given.
-        negatives: `[K, D]`: more columns for every query, positives of none, for instance mined ones or a queue. With a
-            group they are columns for the queries of all ranks: give each rank its shard of a queue they share.
+        negatives: `[K, D]`: extra negatives for every query, for instance mined ones or a queue. With a group they are
+            negatives for the queries of all ranks: give each rank its shard of a shared queue.
         positives: `[N]` integers: the row of `key` that belongs with each query. Default: row i with query i. With a
             group, rows of this rank's `key`.
     """

@@ -35,13 +35,13 @@ def retrieval_ranks(
 ) -> Tensor:
     """How many keys score above each query's positive, without the matrix of scores; 0 means it comes first.
 
-    Equals, but for rounding,
+    Equals, up to rounding,
 
         scores = query @ key.T
         (scores > scores.gather(1, positives[:, None])).sum(1)
 
-    so that recall at k is `(ranks < k).float().mean()`. Keys whose scores equal the positive's do not count. A key
-    within the rounding error of the positive is scored again in float64, so equal keys tie on every machine.
+    so recall at k is `(ranks < k).float().mean()`. Keys that score the same as the positive do not count. Keys within
+    the rounding error of the positive are scored again in float64, so equal keys tie on every machine.
 
     Args:
         query: `[N, D]`.
@@ -81,7 +81,7 @@ def similarity_topk(
         query: `[N, D]`.
         key: `[M, D]`.
         k: How many, 1 to M.
-        exclude: Keys that are never returned, so that mining hard negatives is one call. `[N]` integers: the row of
+        exclude: Keys that are never returned: mining hard negatives is one call. `[N]` integers: the row of
             this rank's `key` that is each query's positive. Or `(query_ids, key_ids)`, `[N]` and `[M]` integers: keys
             with the query's id.
 

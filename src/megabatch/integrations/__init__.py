@@ -1,5 +1,5 @@
-"""The losses under the names, signatures and habits of other tools: one changed import in a script that exists.
+"""Drop-ins: the losses under the names and signatures of other libraries, so that you change one import.
 
-Each module stands for one tool and is imported by name, for example `megabatch.integrations.open_clip`; what it needs
-of that tool comes with the extra of the same name.
+Each module is for one library and is imported by name, for example `megabatch.integrations.open_clip`. The extra of the
+same name installs the library.
 """

@@ -1,5 +1,6 @@
-"""What several drop-ins need."""
+"""Shared by several drop-ins."""
 
+import logging
 import os
 import warnings
 from collections.abc import Iterable
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_log = logging.getLogger(__name__)
+
 
 def all_ranks() -> dist.ProcessGroup | None:
     """The group of all ranks; None where there is one."""
@@ -16,31 +19,43 @@ def all_ranks() -> dist.ProcessGroup | None:
         return dist.group.WORLD if dist.get_world_size() > 1 else None
     if os.environ.get("WORLD_SIZE", "1") != "1":
         warnings.warn(
-            f"The rows of all ranks were asked for, and {os.environ['WORLD_SIZE']} were started, but torch.distributed "
-            "is not initialised: these are the rows of this rank alone. Call torch.distributed.init_process_group.",
+            f"{os.environ['WORLD_SIZE']} ranks were started, but torch.distributed is not initialised: this loss has "
+            "only the rows of this rank as negatives. Call torch.distributed.init_process_group.",
             stacklevel=2,
         )
     return None
 
 
+def log_local_negatives(name: str, argument: str) -> None:
+    """Say, on rank 0, that a loss which may gather has not been told to."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        _log.warning(
+            "%s: each of %d ranks uses only its own rows as negatives. Pass %s=True to use those of all ranks.",
+            name,
+            dist.get_world_size(),
+            argument,
+        )
+
+
 def scale_of(number: float | Tensor) -> Tensor:
-    """For tools where a number below 1 is a scale as any other. Numbers and 0-d tensors would be warned of."""
+    """A scale that causes no warning below 1, for libraries where that is usual."""
     return number.reshape(1) if isinstance(number, Tensor) else torch.tensor([number], dtype=torch.float64)
 
 
 def check_options(name: str, options: Iterable[str], known: tuple[str, ...]) -> None:
     for option in options:
         if option not in known:
-            help = "Pass scale=1 / temperature" if option == "temperature" else "megabatch's own losses have more"
+            help = "Pass scale=1 / temperature" if option == "temperature" else "megabatch's own losses take more"
             raise TypeError(f"{name}: options must be among {', '.join(known)}, got {option}. {help}.")
 
 
 def not_importable(name: str, package: str, extra: str, error: ImportError, got: str = "") -> ImportError:
-    """What to say where `package` is missing, too old, or broken."""
-    return ImportError(
-        f"{name}: {package} must be importable, got {got}{type(error).__name__}: {error}. "
-        f"Run pip install 'megabatch[{extra}]'."
-    )
+    """The error to raise where `package` is missing, too old, or installed but broken."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        help = f"Run pip install 'megabatch[{extra}]'"
+    else:  # an installed package that fails in its own imports
+        help = "Repair the package that fails, for instance by installing builds of torch and torchvision that match"
+    return ImportError(f"{name}: {package} must be importable, got {got}{type(error).__name__}: {error}. {help}.")
 
 
 def as_tensor(loss: Any) -> Tensor:

@@ -1,11 +1,11 @@
 """inf_cl's three losses, on any device.
 
-- from inf_cl import cal_inf_loss
-+ from megabatch.integrations.inf_cl import cal_inf_loss
+    - from inf_cl import cal_inf_loss
+    + from megabatch.integrations.inf_cl import cal_inf_loss
 
-inf_cl itself is not needed. Any width and any number of rows will do, on one process or many, and ranks may hold
-different numbers of rows. Averaged by DDP, the gradient of `scale` is that of one process with all rows, where inf_cl's
-is as many times that as there are ranks.
+inf_cl itself is not needed. Any width and any number of rows work, on one process or several, and ranks may hold
+different numbers of rows. Averaged by DDP, the gradient of `scale` is that of one process with all rows; inf_cl's is
+larger by a factor of the number of ranks.
 """
 
 import torch.distributed as dist
@@ -27,14 +27,14 @@ def cal_inf_loss(
 
         cross_entropy(scale * q @ k.T, labels)
 
-    The value is the same on every rank; inf_cl returns the part of this rank's rows, and the mean of those is ours.
+    The value is the same on every rank. inf_cl returns the part of this rank's rows; their mean is this value.
 
     Args:
         q: `[N, D]`, as given: nothing is normalised.
         k: `[M, D]`, M at least N unless `labels` is given.
         labels: `[N]` integers: the row of this rank's `k` that belongs with each row of `q`. Default: row i with row i.
-        scale: What logits are multiplied by; a float, 0-d or shape-[1] tensor. None: 1.
-        head_dim: Accepted; nothing depends on it.
+        scale: Logits are multiplied by it; a float, 0-d or shape-[1] tensor. None: 1.
+        head_dim: Accepted; it has no effect.
 
     Returns:
         The loss, 0-d: float64 for float64 features, else float32.
@@ -45,7 +45,7 @@ def cal_inf_loss(
 def cal_ring_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: float | Tensor | None = None, head_dim: int = 256
 ) -> Tensor:
-    """The same as `cal_inf_loss`: in inf_cl the two differ in how they are computed."""
+    """The same as `cal_inf_loss`. In inf_cl the two differ only in how they are computed."""
     return cal_inf_loss(q, k, labels, scale, head_dim)
 
 

@@ -1,7 +1,9 @@
 """lightly's NTXentLoss, in linear memory.
 
-- from lightly.loss import NTXentLoss
-+ from megabatch.integrations.lightly import NTXentLoss
+    - from lightly.loss import NTXentLoss
+    + from megabatch.integrations.lightly import NTXentLoss
+
+lightly itself is needed for its memory bank only.
 """
 
 from collections.abc import Sequence
@@ -13,11 +15,11 @@ from torch.nn.functional import normalize
 
 import megabatch as mb
 
-from .common import all_ranks, as_tensor, check_options, not_importable
+from .common import all_ranks, as_tensor, check_options, log_local_negatives, not_importable
 
 __all__ = ["NTXentLoss"]
 
-OPTIONS = ("memory_budget", "backend", "tile", "exchange", "overlap", "grad_reduction", "label_smoothing", "reduction")
+_OPTIONS = ("memory_budget", "backend", "tile", "exchange", "overlap", "grad_reduction", "label_smoothing", "reduction")
 
 
 class NTXentLoss(nn.Module):
@@ -27,15 +29,16 @@ class NTXentLoss(nn.Module):
     SimCLR's loss. With one it is MoCo's: every row of `out0` has its row of `out1` as the positive and the bank alone
     as negatives, not the other rows.
 
-    With `gather_distributed` the value is that of all ranks' rows, the same on every rank, of which lightly's is the
-    local part; the gradient that DDP averages is the same, and ranks may hold different numbers of rows. Without it,
-    and with a bank in any case, the loss is that of this rank's rows, as lightly's is.
+    With `gather_distributed` the value is that of all ranks' rows, the same on every rank (lightly returns the part of
+    its own rows). The gradient averaged by DDP is the same as lightly's, and ranks may hold different numbers of rows.
+    Without it, and always with a bank, the loss is that of this rank's rows, as in lightly; without either, a line of
+    the log says so.
 
     Args:
-        temperature: What similarities are divided by; a negative one is taken as lightly takes it. Read in every
-            call, so that it may be changed, or be a tensor, which gets its gradient.
-        memory_bank_size: 0, or (number of rows, width) of lightly's bank of earlier `out1`, kept in `memory_bank`. A
-            bank is the only thing that needs lightly to be installed.
+        temperature: Similarities are divided by it; a negative one works as in lightly. Read in every call, so it may
+            be changed, or be a tensor, which gets its gradient.
+        memory_bank_size: 0, or (number of rows, width) of lightly's bank of earlier `out1`, kept in `memory_bank`. Only
+            a bank needs lightly to be installed.
         gather_distributed: Whether the rows of all ranks are one batch; with a bank, whether it takes those of all.
         options: Of `megabatch.nt_xent_loss`: memory_budget, backend, tile, exchange, overlap, grad_reduction,
             label_smoothing, reduction.
@@ -49,7 +52,7 @@ class NTXentLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_options("NTXentLoss", options, OPTIONS)
+        check_options("NTXentLoss", options, _OPTIONS)
         if -1e-8 < temperature < 1e-8:
             raise ValueError(
                 f"NTXentLoss: temperature must be 1e-8 or more in size, because similarities are divided by it, got "
@@ -59,6 +62,7 @@ class NTXentLoss(nn.Module):
         self.temperature = temperature
         self.gather_distributed = gather_distributed
         self.options = options
+        self._has_logged = False
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """The loss of two views' projections, `[N, D]` each, which need not be normalised."""
@@ -69,6 +73,9 @@ class NTXentLoss(nn.Module):
             out0, out1 = normalize(out0, dim=1), normalize(out1, dim=1)
             out1, negatives = self.memory_bank(out1, update=out0.requires_grad)
         if negatives is None:
+            if not self.gather_distributed and not self._has_logged:
+                log_local_negatives("NTXentLoss", "gather_distributed")
+                self._has_logged = True
             ranks = all_ranks() if self.gather_distributed else None
             loss = mb.nt_xent_loss(out0, out1, scale, normalize=True, group=ranks, **self.options)
         else:

@@ -1,6 +1,7 @@
-"""The losses of open_clip, and its training program with them.
+"""The losses of open_clip 3 and 4, and its training program with them.
 
     from megabatch.integrations.open_clip import ClipLoss                     # was: from open_clip import ClipLoss
+    CLIPTask(model, loss=ClipLoss(rank=rank, world_size=world_size))          # open_clip 4
     torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip …         # was: … -m open_clip_train.main …
 
 Same arguments, same values, linear memory. On several ranks the value is that of all their rows, and the gradient that
@@ -10,7 +11,9 @@ False, divides the encoders' gradient by the number of ranks.
 
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,32 +23,39 @@ from torch import Tensor, nn
 
 import megabatch as mb
 
+from .common import not_importable
+
 __all__ = ["ClipLoss", "CoCaLoss", "SigLipLoss", "create_loss", "install", "main"]
 
 _log = logging.getLogger(__name__)
 
 
 class _Ranked(nn.Module):
-    """A loss that is told by numbers which ranks there are, as open_clip tells it."""
+    """A loss that takes `rank` and `world_size`, as open_clip's do."""
 
     options: dict[str, Any]
-    _found = False  # the group in the options, by itself
+    _found = False  # whether the group in the options is the one of all ranks, found here
 
-    def _take(self, rank: int, world_size: int, **needless: object) -> None:
-        """The arguments that mean something here, and those that do not."""
-        name, exact = type(self).__name__, "the gradient is always the exact one, the value that of all ranks."
-        if world_size > 1 and needless.get("gather_with_grad") is False:
-            _log.warning(
-                "%s: %s open_clip's without gather_with_grad is smaller in the encoders, %d times with its defaults: "
-                "learning rates and gradient clipping that were found with it meet larger gradients here.",
+    def _take(self, rank: int, world_size: int, **unused: object) -> None:
+        """Keep the ranks, and log once which arguments have no effect."""
+        name = type(self).__name__
+        if world_size > 1 and unused.get("gather_with_grad") is False:
+            if rank == 0:
+                _log.warning(
+                    "%s: gradients are always exact here. open_clip's are smaller without gather_with_grad, by a "
+                    "factor of %d with its defaults. Check learning rate and gradient clipping if you tuned them "
+                    "with open_clip's loss.",
+                    name,
+                    world_size,
+                )
+        elif given := [argument for argument, value in unused.items() if value]:
+            _log.info(
+                "%s: no effect of %s here. The gradient is always exact, the value that of all ranks.",
                 name,
-                exact,
-                world_size,
+                ", ".join(given),
             )
-        elif given := [argument for argument, value in needless.items() if value]:
-            _log.info("%s: nothing depends on %s here: %s", name, ", ".join(given), exact)
         self.rank, self.world_size = rank, world_size
-        vars(self).update(needless)
+        vars(self).update(unused)
         if dist.is_initialized():
             self._find_ranks()
         self.register_forward_pre_hook(_find_ranks_of)  # there may be others by then
@@ -74,15 +84,15 @@ class _Ranked(nn.Module):
             self.options["group"], self._found = dist.group.WORLD, True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the group of all ranks, which cannot be copied and is found again."""
+        """Without the group of all ranks, which cannot be copied; the copy finds it again."""
         options = {name: value for name, value in self.options.items() if name != "group" or not self._found}
         return {**vars(self), "options": options, "_found": False}
 
     def get_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, as get_ground_truth is: there is no matrix of logits."""
+        """Not available: there is no matrix of logits."""
         raise NotImplementedError(
-            f"{type(self).__name__}: get_logits and get_ground_truth must not be called, because no logits are ever "
-            "formed. Use open_clip's own loss, or megabatch.similarity_topk for the largest of each row."
+            f"{type(self).__name__}: get_logits and get_ground_truth must not be called, because there is no matrix of "
+            "logits. Use open_clip's own loss, or megabatch.similarity_topk for the largest of each row."
         )
 
     get_ground_truth = get_logits
@@ -96,12 +106,12 @@ class ClipLoss(mb.ClipLoss, _Ranked):
     """`open_clip.ClipLoss`, over `megabatch.clip_loss`. Owns no scale: forward takes it.
 
     Args:
-        local_loss, gather_with_grad, cache_labels: Accepted; nothing depends on them.
+        local_loss, gather_with_grad, cache_labels: Accepted; they have no effect.
         rank, world_size: Those of torch.distributed, whose ranks' rows together make the batch. Others are an error,
             here if it is initialised already, else in forward.
-        use_horovod: Refused.
+        use_horovod: Not supported; True is an error.
         options: Of `megabatch.ClipLoss`, for instance `memory_budget`. `normalize` is False unless given. With `group`,
-            that group's ranks make the batch (None: this one alone), and `rank` and `world_size` are not looked at.
+            that group's ranks make the batch (None: this one alone), and `rank` and `world_size` are ignored.
     """
 
     def __init__(
@@ -117,7 +127,7 @@ class ClipLoss(mb.ClipLoss, _Ranked):
         super().__init__(init_logit_scale=None, **{"normalize": False, **options})
         if use_horovod:
             raise ValueError(
-                f"{type(self).__name__}: use_horovod must be False, because ranks meet through torch.distributed, got "
+                f"{type(self).__name__}: use_horovod must be False, because ranks use torch.distributed, got "
                 f"{use_horovod}. Start them with torchrun."
             )
         self.use_horovod = use_horovod
@@ -130,7 +140,7 @@ class SigLipLoss(mb.SigLipLoss, _Ranked):
     """`open_clip.SigLipLoss`, over `megabatch.siglip_loss`. Owns no scale and no bias: forward takes them.
 
     Args:
-        cache_labels, dist_impl, chunk_size: Accepted; nothing depends on them.
+        cache_labels, dist_impl, chunk_size: Accepted; they have no effect.
         rank, world_size, options: As for `ClipLoss`.
     """
 
@@ -147,7 +157,7 @@ class SigLipLoss(mb.SigLipLoss, _Ranked):
         if dist_impl and dist_impl not in ("bidir", "shift", "reduce", "gather"):
             raise ValueError(
                 f"{type(self).__name__}: dist_impl must be one of 'bidir', 'shift', 'reduce', 'gather', got "
-                f"{dist_impl!r}. Leave it out: `exchange` is what chooses here."
+                f"{dist_impl!r}. Leave it out, and use `exchange` to choose how ranks communicate."
             )
         self._take(rank, world_size, cache_labels=cache_labels, dist_impl=dist_impl, chunk_size=chunk_size)
 
@@ -156,8 +166,8 @@ class CoCaLoss(ClipLoss):
     """`open_clip.CoCaLoss`: `ClipLoss`, and the cross entropy of captions, of this rank's rows as in the original.
 
     Args:
-        caption_loss_weight, clip_loss_weight: What the two are multiplied by.
-        pad_id: Label that does not count in captions.
+        caption_loss_weight, clip_loss_weight: Factors of the two losses.
+        pad_id: Label that is ignored in captions.
         options: The other arguments of `ClipLoss`.
     """
 
@@ -196,7 +206,7 @@ class CoCaLoss(ClipLoss):
 
 
 def create_loss(args: Any) -> ClipLoss | SigLipLoss:
-    """`open_clip.create_loss`: the loss that the parsed arguments of open_clip_train ask for."""
+    """`open_clip.create_loss`: the loss for the parsed arguments of open_clip_train."""
     _check_arguments(args.distill, args)
     ranks = {"rank": args.rank, "world_size": args.world_size}
     if "coca" not in args.model.lower() and args.siglip:
@@ -210,50 +220,66 @@ def create_loss(args: Any) -> ClipLoss | SigLipLoss:
 def _check_arguments(distill: object, args: Any) -> None:
     if distill:
         raise ValueError(
-            "create_loss: --distill-model must be left out, because distillation needs the whole matrix of logits, "
-            "which is never formed here. Run open_clip_train.main for it."
+            "create_loss: --distill-model must be left out, because megabatch has no distillation loss. Run "
+            "open_clip_train.main for it."
         )
     if getattr(args, "horovod", False):
         raise ValueError(
-            "create_loss: --horovod must be left out, because ranks meet through torch.distributed. Start them with "
-            "torchrun."
+            "create_loss: --horovod must be left out, because ranks communicate through torch.distributed. Start them "
+            "with torchrun."
         )
 
 
-def install() -> ExitStack:
-    """Has open_clip and open_clip_train take their losses from here: `create_loss` is replaced where they look it up.
+def _create_task(original: Callable[..., Any], args: Any, *models: Any, **more: Any) -> Any:
+    """`open_clip.create_task` of open_clip 4, with the loss replaced."""
+    _check_arguments(args.distill, args)
+    task, loss = original(args, *models, **more), create_loss(args)
+    if type(task.loss).__name__ != type(loss).__name__:
+        raise ValueError(
+            f"create_task: --model must be one that is trained with ClipLoss, SigLipLoss or CoCaLoss, got "
+            f"{args.model!r}, which is trained with {type(task.loss).__name__}. Run open_clip_train.main for it."
+        )
+    task.loss = loss
+    return task
 
-    For the rest of the program, or, as a context manager or until `.close()` of what it returns, for a while. Who has
-    imported `create_loss` by name before keeps the original.
+
+def install() -> ExitStack:
+    """Make open_clip and open_clip_train use the losses of this module.
+
+    Replaces `create_loss`, and the `create_task` of open_clip 4, in the modules that look them up. Lasts until the end
+    of the program, or, used as a context manager or with `.close()` of the returned object, until then. Code that has
+    imported one of the two by name before keeps the original.
     """
     modules = [_imported("open_clip"), _imported("open_clip.factory")]
     with suppress(ModuleNotFoundError):  # it needs more packages than open_clip does
         modules.append(import_module("open_clip_train.main"))
-    for module in modules:
-        if not hasattr(module, "create_loss"):
-            raise ImportError(
-                f"install: open_clip must be a version whose {module.__name__} has create_loss, as 3 does, got "
-                f"{modules[0].__version__}. Construct ClipLoss or SigLipLoss of this module where it makes its loss."
-            )
     undo = ExitStack()
     for module in modules:
-        if module.create_loss is not create_loss:
-            undo.callback(setattr, module, "create_loss", module.create_loss)
-            module.create_loss = create_loss
+        factories = ("create_loss", "create_task")
+        found = {name: getattr(module, name) for name in factories if hasattr(module, name)}
+        if not found:
+            undo.close()
+            raise ImportError(
+                f"install: open_clip must be version 3 or 4, whose {module.__name__} has create_loss or create_task, "
+                f"got {modules[0].__version__}. Construct ClipLoss or SigLipLoss of this module yourself."
+            )
+        for name, original in found.items():
+            if original is create_loss or getattr(original, "func", None) is _create_task:
+                continue  # installed already
+            undo.callback(setattr, module, name, original)
+            setattr(module, name, create_loss if name == "create_loss" else partial(_create_task, original))
     return undo
 
 
 def _imported(name: str) -> Any:
     try:
         return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"megabatch.integrations.open_clip: {error.name} must be installed. Run pip install 'megabatch[open_clip]'."
-        ) from error
+    except ImportError as error:
+        raise not_importable("megabatch.integrations.open_clip", name, "open_clip", error) from error
 
 
 def main() -> None:
-    """The program open_clip_train.main, with the command line's arguments and these losses."""
+    """Run open_clip_train.main with the command line's arguments and the losses of this module."""
     program = _imported("open_clip_train.main")
     args = _imported("open_clip_train.params").parse_args(sys.argv[1:])
     _check_arguments(args.distill_model, args)  # before anything is downloaded or built

@@ -1,15 +1,15 @@
 """pytorch-metric-learning's NTXentLoss and SupConLoss, in linear memory.
 
-- from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
-+ from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
+    - from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
+    + from megabatch.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
 
-Subclasses of the originals that replace the computation alone: reducers, regularizers, statistics, SelfSupervisedLoss,
-CrossBatchMemory (which makes a matrix of its own before it comes here) and DistributedLossWrapper go on working. That
-wrapper has gathered the rows of all ranks before it comes here, so nothing here talks to other ranks;
-`megabatch.supcon_loss(…, group=…)` has a ring for them.
+Subclasses of the originals that replace only the computation: reducers, regularizers, statistics, SelfSupervisedLoss,
+CrossBatchMemory (which computes a matrix of its own) and DistributedLossWrapper work as before. That wrapper gathers
+the rows of all ranks before it calls the loss, so the loss does not communicate. `megabatch.supcon_loss(…, group=…)`
+uses a ring instead.
 
-Refused by name: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives.
-Losses of half-precision embeddings are float32.
+Not supported: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives. Losses
+of bf16/fp16 embeddings are float32.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ Tuple = tuple[Tensor, ...]
 
 
 class _Linear(losses.GenericPairLoss):
-    """What the two have in common; comes before the original in the order of classes."""
+    """Shared by both losses; comes before the original in the method resolution order."""
 
     def __init__(self, temperature: float, memory_budget: int | str | None, backend: str, **kwargs: Any) -> None:
         super().__init__(temperature=temperature, **kwargs)
@@ -104,17 +104,16 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
         s = embeddings @ ref_emb.T / temperature
         -log(exp(s[a, p]) / (exp(s[a, p]) + exp(s[a, n]).sum()))
 
-    Memory and time are those of `megabatch.info_nce_loss` with one query per pair; of `megabatch.nt_xent_loss`, half as
-    much, where every label occurs twice as in SimCLR. m rows of one label make m * (m - 1) pairs, which for few labels
-    in a large batch is many.
+    Memory and time are those of `megabatch.info_nce_loss` with one query per pair, or half of that if every label
+    occurs twice, as in SimCLR. m rows of one label make m * (m - 1) pairs: many, for few labels in a large batch.
 
-    The original's losses end at 87 in float32, with no gradient there; these go on.
+    In float32 the original's losses are at most 87 and have no gradient there; these have no such limit.
 
     An `indices_tuple` may have any positives; the negatives of their anchors must be all rows of other labels, once
-    each. Without labels, rows that positives tie together are of one label.
+    each. Without labels, rows connected by positive pairs have one label.
 
     Args:
-        temperature: What similarities are divided by.
+        temperature: Similarities are divided by it.
         memory_budget, backend: As in `megabatch.info_nce_loss`.
         kwargs: Of the original: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
     """
@@ -173,14 +172,14 @@ class NTXentLoss(_Linear, losses.NTXentLoss):
 class SupConLoss(_Linear, losses.SupConLoss):
     """`pytorch_metric_learning.losses.SupConLoss` without the matrix of similarities: the same values and gradients.
 
-    It equals `megabatch.supcon_loss(embeddings, labels, temperature=temperature, normalize=True, reduction="none")`,
-    handed to the reducer; with `ref_emb`, the same from `embeddings` to its rows.
+    Equals `megabatch.supcon_loss(embeddings, labels, temperature=temperature, normalize=True, reduction="none")`,
+    passed to the reducer. With `ref_emb`, the columns are its rows.
 
-    An `indices_tuple` must list, for every anchor that has positives, all rows as positives or negatives, but for one
-    at most, such as the anchor itself.
+    An `indices_tuple` must list, for every anchor that has positives, all rows as positives or negatives, except one at
+    most, such as the anchor itself.
 
     Args:
-        temperature: What similarities are divided by.
+        temperature: Similarities are divided by it.
         memory_budget, backend: As in `megabatch.supcon_loss`.
         kwargs: Of the original: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
     """

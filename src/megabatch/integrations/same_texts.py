@@ -1,4 +1,4 @@
-"""Which rows of a batch of texts speak of the same thing: the ids by which losses mask duplicates."""
+"""Ids of equal texts in a batch, by which losses mask duplicates."""
 
 import warnings
 

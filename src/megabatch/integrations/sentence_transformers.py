@@ -1,7 +1,9 @@
 """sentence-transformers' losses with in-batch negatives, in linear memory.
 
-- from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
-+ from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+    - from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+    + from megabatch.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+
+Subclasses of the originals: trainers, wrappers and model cards treat them as such.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megabatch as mb
-
 from ..distributed.ranks import Ranks
-from .common import all_ranks, as_tensor, check_options, not_importable, scale_of
-from .same_texts import NOWHERE_ELSE, hash_tokens, ids_of_rows
+from . import same_texts
+from .common import all_ranks, check_options, log_local_negatives, not_importable, scale_of
+from .directions import Sides, mean_of_all_rows
 
 try:
     from sentence_transformers import util
@@ -29,10 +30,12 @@ except ImportError as error:
     package = "sentence-transformers 6 or newer"
     raise not_importable(name, package, "sentence_transformers", error) from error
 
-# Options of megabatch's losses that say how a loss is computed, not what it is.
-WAYS = ("memory_budget", "backend", "tile", "exchange", "overlap")
+__all__ = ["CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss", "NegativeListsCollator"]
 
-INF_CL = """
+# Options of megabatch's losses that say how a loss is computed, not what it is.
+_OPTIONS = ("memory_budget", "backend", "tile", "exchange", "overlap")
+
+_INF_CL = """
 @misc{cheng2024breakingmemorybarrierinfinite,
       title={Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss},
       author={Zesen Cheng and Hang Zhang and Kehan Li and Sicong Leng and Zhiqiang Hu and Fei Wu and Deli Zhao and Xin Li and Lidong Bing},
@@ -45,27 +48,36 @@ INF_CL = """
 """  # noqa: E501
 
 
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and hasattr(originals, name):
+        raise AttributeError(
+            f"{__name__} has no {name}, only {', '.join(__all__)}. Import {name} from {originals.__name__}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
     """sentence-transformers' MultipleNegativesRankingLoss without the matrices of similarities.
 
-    The same arguments, values and gradients, and the same place in a SentenceTransformerTrainer. With
-    `gather_across_devices` every rank gets the loss of all ranks' rows, of which the original's is the local part, and
-    ranks may hold different numbers of rows. Refused by name: similarities other than cos_sim and dot_score, hardness
-    modes, and "doc_to_doc" without "doc_to_query".
+    The same arguments, values and gradients; works in a SentenceTransformerTrainer. With `gather_across_devices` every
+    rank returns the loss of all ranks' rows (the original returns the part of its own rows), and ranks may hold
+    different numbers of rows. Not supported: similarities other than cos_sim and dot_score, hardness modes, and
+    "doc_to_doc" without "doc_to_query". These raise an error.
 
     Args:
         model: SentenceTransformer model.
         scale: 1 / temperature.
         similarity_fct: `util.cos_sim`, `util.dot_score`, or `model.similarity` where it is one of them.
-        gather_across_devices: Whether the rows of all ranks are one batch.
+        gather_across_devices: Whether the rows of all ranks are one batch. If not, each rank has only its own rows as
+            negatives, and a line of the log says so.
         directions: As the original's: "query_to_doc" and any of "query_to_query", "doc_to_query", "doc_to_doc".
         partition_mode: As the original's: "joint" or "per_direction".
-        hardness_mode: None. Others are refused.
-        hardness_strength: Without a mode it has no meaning, as in the original.
-        mask_duplicates: Which texts are no negatives of a row, on all ranks if gathered. "positive": those that are its
-            positive; "anchor": the positives of rows with its anchor; True: both, and all texts that rows share with
-            it, directly or through others, which in a batch of many duplicates may be too many: a warning says so.
-            Texts are the same if their tokens are.
+        hardness_mode: Must be None.
+        hardness_strength: Without a mode it has no effect, as in the original.
+        mask_duplicates: Which texts are not used as negatives of a row, on all ranks if gathered. "positive": those
+            equal to its positive. "anchor": the positives of rows with the same anchor. True: both, and all texts that
+            rows share with it, directly or through other rows. That may be too many in a batch with many duplicates;
+            a warning says so. Texts are equal if their tokens are.
         options: Of `megabatch.info_nce_loss`: memory_budget, backend, tile, exchange, overlap.
     """
 
@@ -93,15 +105,20 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
             hardness_mode,
             hardness_strength,
         )
-        check_options(type(self).__name__, options, WAYS)
+        check_options(self._name(), options, _OPTIONS)
         self.mask_duplicates = mask_duplicates
         self.options = options
+        self._has_logged = False
         self._hashes: list[Tensor] | ValueError | None = None
         self._check_settings()
 
+    def _name(self) -> str:
+        """The name in errors."""
+        return type(self).__name__
+
     def _check_settings(self) -> None:
-        """Of what the original offers, what we do not; settings may change after construction."""
-        name = type(self).__name__
+        """Refuse what the original offers and this class does not. Settings may change after construction."""
+        name = self._name()
         if self.hardness_mode is not None:
             raise ValueError(
                 f"{name}: hardness_mode must be None, got {self.hardness_mode!r}. Use sentence-transformers' own loss "
@@ -140,19 +157,22 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         tokens, mask = column.get("input_ids"), column.get("attention_mask")
         if tokens is None or mask is None or tokens.dim() != 2 or mask.shape != tokens.shape:
             raise ValueError(
-                f"{type(self).__name__}: mask_duplicates must have padded tokens to compare (input_ids and "
+                f"{self._name()}: mask_duplicates must have padded tokens to compare (input_ids and "
                 f"attention_mask), got a column of {', '.join(sorted(column))}. Set mask_duplicates=False."
             )
-        return hash_tokens(tokens, mask)
+        return same_texts.hash_tokens(tokens, mask)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
-        """The loss of `[N, D]` anchors, `[N, D]` positives and any number of `[K, D]` negatives, K as it comes.
+        """The loss of `[N, D]` anchors, `[N, D]` positives and any number of `[K, D]` negatives, of any K.
 
-        Every negative is one for every anchor. `labels` are not used.
+        Every negative is used for every anchor. `labels` are not used.
         """
         group = all_ranks() if self.gather_across_devices else None
+        if not self.gather_across_devices and not self._has_logged:
+            log_local_negatives(self._name(), "gather_across_devices")
+            self._has_logged = True
         query, positive, *hard = self._agree(embeddings, group)
-        sides = _Sides(query, positive, hard, *self._ids(query, hard, group))
+        sides = Sides(query, positive, hard, *self._ids(query, hard, group))
         options = {**self.options, "logit_scale": scale_of(self.scale), "normalize": self._is_cosine(), "group": group}
         queries_among_themselves = "query_to_query" in self.directions
         docs_among_themselves = "doc_to_doc" in self.directions
@@ -164,11 +184,11 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         options["reduction"] = "none"
         from_queries = sides.from_queries(queries_among_themselves, **options)
         from_docs = sides.from_docs(docs_among_themselves, **options)
-        return _mean_of_all_rows(torch.logaddexp(from_queries, from_docs), group)
+        return mean_of_all_rows(torch.logaddexp(from_queries, from_docs), group)
 
     def _agree(self, embeddings: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
         """The embeddings, with hard negatives if any rank has some; or what is wrong on any rank, raised on all."""
-        ranks = Ranks(type(self).__name__, "" if group is None else group.group_name)
+        ranks = Ranks(self._name(), "" if group is None else group.group_name)
         with ranks.deferred_errors() as errors:
             self._check_settings()
             self._check_columns(embeddings)
@@ -183,7 +203,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         return embeddings
 
     def _check_columns(self, embeddings: list[Tensor]) -> None:
-        name = type(self).__name__
+        name = self._name()
         if len(embeddings) < 2:
             raise ValueError(
                 f"{name}: embeddings must be those of anchors and positives at least, got {len(embeddings)}. Give the "
@@ -212,19 +232,19 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
     def _ids(
         self, query: Tensor, hard: list[Tensor], group: dist.ProcessGroup | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What tells rows and negatives that are the same thing; None where no two are taken for it."""
+        """Ids of rows and of negatives, equal where they are the same thing; None where none are compared."""
         if isinstance(self._hashes, list):
             anchors, positives, *negatives = self._hashes
             extra = torch.cat([*negatives, anchors[:0]])
             if self.mask_duplicates == "positive":
                 return positives, extra
             if self.mask_duplicates == "anchor":
-                return anchors, torch.full_like(extra, NOWHERE_ELSE)
-            return ids_of_rows(anchors, positives, extra, gather=group is not None)
+                return anchors, torch.full_like(extra, same_texts.NOWHERE_ELSE)
+            return same_texts.ids_of_rows(anchors, positives, extra, gather=group is not None)
         if {"query_to_query", "doc_to_doc"} & set(self.directions):
             first = dist.get_rank() << 40 if group is not None else 0
             ids = torch.arange(first, first + len(query), device=query.device)
-            return ids, ids.new_full((sum(map(len, hard)),), NOWHERE_ELSE)
+            return ids, ids.new_full((sum(map(len, hard)),), same_texts.NOWHERE_ELSE)
         return None, None
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -232,7 +252,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
 
     @property
     def citation(self) -> str:
-        return str(super().citation) + INF_CL
+        return str(super().citation) + _INF_CL
 
     def _is_cosine(self) -> bool:
         """Whether rows are normalised before they are multiplied."""
@@ -242,19 +262,24 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
             function = util.SimilarityFunction.to_similarity_fn(owner.similarity_fn_name)
         if function not in (util.cos_sim, util.pytorch_cos_sim, util.dot_score):
             raise ValueError(
-                f"{type(self).__name__}: similarity_fct must be util.cos_sim or util.dot_score, got "
+                f"{self._name()}: similarity_fct must be util.cos_sim or util.dot_score, got "
                 f"{util.similarity_fct_name(function)}. Use sentence-transformers' own loss for it."
             )
         return function is not util.dot_score
 
 
-class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
-    """sentence-transformers' CachedMultipleNegativesRankingLoss with a faster, smaller stage between the two passes.
+class _LossOfCached(MultipleNegativesRankingLoss):
+    def _name(self) -> str:
+        return "CachedMultipleNegativesRankingLoss"
 
-    The encoder runs as in the original, mini-batch by mini-batch, twice. The loss between is that of
-    MultipleNegativesRankingLoss above: `mini_batch_size` has no say in it, also over ranks, where the original has two
-    reductions per mini-batch. Arguments as there and, of the original, `mini_batch_size`, `mini_batch_num_tokens` and
-    `show_progress_bar`.
+
+class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankingLoss):
+    """sentence-transformers' CachedMultipleNegativesRankingLoss with a faster loss that needs less memory.
+
+    The encoder runs twice, mini-batch by mini-batch, as in the original. Between the two passes the loss is that of
+    MultipleNegativesRankingLoss above, which does not depend on `mini_batch_size`. Over ranks it communicates once per
+    step, where the original has two reductions per mini-batch. Arguments are those above and, of the original,
+    `mini_batch_size`, `mini_batch_num_tokens` and `show_progress_bar`.
     """
 
     def __init__(
@@ -285,7 +310,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
             mini_batch_num_tokens=mini_batch_num_tokens,
             show_progress_bar=show_progress_bar,
         )
-        self.loss = MultipleNegativesRankingLoss(
+        self.loss = _LossOfCached(
             model,
             scale,
             similarity_fct,
@@ -323,7 +348,7 @@ class CachedMultipleNegativesRankingLoss(originals.CachedMultipleNegativesRankin
 
     @property
     def citation(self) -> str:
-        return str(super().citation) + INF_CL
+        return str(super().citation) + _INF_CL
 
 
 @dataclass
@@ -345,53 +370,3 @@ def _flatten_and_preprocess(preprocess: Callable[..., Any], values: list[Any], *
     if any(isinstance(value, list | tuple) for value in values):
         values = [text for value in values for text in value or ()]  # None is none, too
     return dict(preprocess(values, **options)) if values else {}
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """The embeddings of a batch, and ids of its rows and hard negatives where some pairs are masked."""
-
-    query: Tensor
-    doc: Tensor
-    hard: list[Tensor]
-    ids: Tensor | None
-    hard_ids: Tensor | None
-
-    def from_queries(self, among_themselves: bool, **options: Any) -> Tensor:
-        """Each query's document among all documents and hard negatives and, if asked for, the other queries."""
-        negatives, ids = self.hard, [self.hard_ids] if self.hard else []
-        if among_themselves:
-            negatives, ids = [*self.hard, self.query], [self.hard_ids, self.ids]
-        return self._info_nce(self.query, self.doc, negatives, ids, **options)
-
-    def from_docs(self, among_themselves: bool, **options: Any) -> Tensor:
-        """Each document's query among all queries and, if asked for, all documents but those of its own query."""
-        negatives, ids = [], []
-        if among_themselves:
-            negatives, ids = [self.doc, *self.hard], [self.ids] * (1 + len(self.hard))
-        return self._info_nce(self.doc, self.query, negatives, ids, **options)
-
-    def both_ways(self, **options: Any) -> Tensor:
-        """The mean of the two directions."""
-        if not self.hard:
-            return as_tensor(mb.clip_loss(self.query, self.doc, ids=self.ids, **options))
-        return (self.from_queries(False, **options) + self.from_docs(False, **options)) / 2
-
-    def _info_nce(
-        self, query: Tensor, key: Tensor, negatives: list[Tensor], negative_ids: list[Tensor | None], **options: Any
-    ) -> Tensor:
-        given = [each for each in negative_ids if each is not None]
-        which: dict[str, Any] = {"query_ids": self.ids, "key_ids": self.ids}
-        if negatives:
-            which |= {"negatives": torch.cat(negatives), "negative_ids": torch.cat(given) if given else None}
-        return as_tensor(mb.info_nce_loss(query, key, **which, **options))
-
-
-def _mean_of_all_rows(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Its value is the mean over the rows of all ranks, and so is what trainers make of its gradients by averaging."""
-    if group is None:
-        return losses.mean()
-    total = torch.stack([losses.detach().double().sum(), losses.new_tensor(len(losses), dtype=torch.float64)])
-    dist.all_reduce(total, group=group)
-    share = losses.sum() * (dist.get_world_size(group) / total[1])
-    return share + ((total[0] / total[1]).to(share.dtype) - share.detach())

@@ -1,4 +1,4 @@
-"""What can be chosen about a run: one dataclass per concern. Names are OpenCLIP's where it has the thing.
+"""The settings of a run: one dataclass per concern. Names follow OpenCLIP where an equivalent exists.
 
 A field's type and what _option says about it is all that is known of it elsewhere: flags, YAML files (flags.py) and
 saved runs are read by it, and refused by it.
@@ -24,23 +24,23 @@ class Data:
         None, "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, or icons"
     )
     dataset_type: str = _option(
-        "auto", "auto goes by the file's name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
+        "auto", "auto: by the file name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
     )
-    train_num_samples: int | None = _option(None, "samples that make an epoch (default: all there are)", at_least=1)
+    train_num_samples: int | None = _option(None, "samples per epoch (default: all)", at_least=1)
     dataset_resampled: bool = _option(False, "draw shards with replacement")
     train_data_upsampling_factors: str | None = _option(
-        None, "weight of each shard of each set in --train-data, like 1::2; needs --dataset-resampled"
+        None, "weight per shard of each source in --train-data, such as 1::2; needs --dataset-resampled"
     )
-    csv_separator: str = _option("\t", "between columns")
+    csv_separator: str = _option("\t", "column separator")
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")
     crop_scale: float = _option(
         0.9,
-        "smallest share of an image's area that a random crop keeps; 1: the centre crop of evaluation",
+        "smallest share of the image area that a random crop keeps; 1: centre crop, as in evaluation",
         above=0,
         at_most=1,
     )
-    workers: int = _option(4, "processes that read and decode, per rank; 0: the training process itself", at_least=0)
+    workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0)
 
     def __post_init__(self) -> None:
         if self.csv_separator == r"\t":  # as a shell hands it over
@@ -55,58 +55,52 @@ class Model:
         "tiny", "tiny, small, a model of open_clip by name, or a folder with a Hugging Face CLIP or SigLIP"
     )
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
-    force_image_size: int | None = _option(
-        None, "side of the images in pixels, where the model leaves it open", at_least=1
-    )
-    lock_image: bool = _option(False, "leave the image tower as it is (LiT)")
-    grad_checkpointing: bool = _option(False, "form activations again in the backward")
+    force_image_size: int | None = _option(None, "image size in pixels, if the model allows a choice", at_least=1)
+    lock_image: bool = _option(False, "freeze the image tower (LiT)")
+    grad_checkpointing: bool = _option(False, "recompute activations in the backward pass")
     torchcompile: bool = _option(False, "compile the towers")
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is minimised."""
+    """The objective."""
 
     loss: str = _option(
-        "clip", "infonce has one direction, from image (or query) to text", choices=("clip", "siglip", "infonce")
+        "clip", "infonce: one direction, from image (or query) to text", choices=("clip", "siglip", "infonce")
     )
     duplicates: str = _option(
-        "caption", "rows that share this are not each other's negatives", choices=("caption", "image", "none")
+        "caption", "rows that share it are not negatives of each other", choices=("caption", "image", "none")
     )
     init_logit_scale: float | None = _option(
         None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)", at_least=1
     )
-    max_logit_scale: float = _option(100.0, "clamped to at most this, and at least 1", at_least=1)
-    memory_budget: str | None = _option(None, "of the loss, such as 512MiB")
-    dense_loss: bool = _option(False, "the dense loss, with its whole matrix, to compare with; one process only")
+    max_logit_scale: float = _option(100.0, "upper bound of the scale; the lower bound is 1", at_least=1)
+    memory_budget: str | None = _option(None, "memory of the loss, such as 512MiB")
+    dense_loss: bool = _option(False, "use the dense loss with the whole matrix, for comparison; one process only")
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """How it is minimised."""
+    """Batch, optimizer and precision."""
 
-    global_batch_size: int = _option(1024, "samples of one step, of all ranks together", at_least=1)
+    global_batch_size: int = _option(1024, "samples per step on all ranks together", at_least=1)
     chunk_size: int = _option(
-        256, "samples of a rank whose activations are held at a time; changes memory, not results", at_least=1
+        256, "samples per rank whose activations are held at a time; changes memory, not results", at_least=1
     )
     epochs: int = _option(32, "passes over --train-num-samples", at_least=1)
     steps: int | None = _option(None, "steps, instead of --epochs", at_least=1)
-    lr: float = _option(5e-4, "the highest learning rate", at_least=0)
-    wd: float = _option(0.2, "weight decay, of parameters with two dimensions or more", at_least=0)
-    beta1: float = _option(0.9, "of AdamW", at_least=0, below=1)
-    beta2: float = _option(0.98, "of AdamW", at_least=0, below=1)
-    eps: float = _option(1e-6, "of AdamW", above=0)
-    warmup: int | None = _option(
-        None, "steps until the highest learning rate (default: a tenth of all, at most 10000)", at_least=0
-    )
+    lr: float = _option(5e-4, "peak learning rate", at_least=0)
+    wd: float = _option(0.2, "weight decay of parameters with two or more dimensions", at_least=0)
+    beta1: float = _option(0.9, "beta1 of AdamW", at_least=0, below=1)
+    beta2: float = _option(0.98, "beta2 of AdamW", at_least=0, below=1)
+    eps: float = _option(1e-6, "eps of AdamW", above=0)
+    warmup: int | None = _option(None, "warm-up steps (default: a tenth of the run, at most 10000)", at_least=0)
     lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const"))
     precision: str = _option(
         "fp32", "bf16 and fp16: by autocast, weights stay float32", choices=("fp32", "bf16", "fp16", "amp", "amp_bf16")
     )
-    grad_clip_norm: float | None = _option(None, "largest norm of the gradient", above=0)
-    max_nonfinite: int = _option(
-        10, "give up after so many steps in a row without a finite loss and gradient", at_least=1
-    )
+    grad_clip_norm: float | None = _option(None, "clip the gradient to this norm", above=0)
+    max_nonfinite: int = _option(10, "end the run after this many non-finite steps in a row", at_least=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", {"amp": "fp16", "amp_bf16": "bf16"}.get(self.precision, self.precision))
@@ -114,15 +108,13 @@ class Optimization:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is held out, and how often it is asked."""
+    """Held-out data, and how often it is evaluated."""
 
-    val_data: str | None = _option(None, "as --train-data; icons: its held-out captions")
-    val_num_samples: int | None = _option(None, "take the first so many (icons: 1000, else all)", at_least=1)
-    val_frequency: int = _option(1, "in epochs; 0: at the end alone", at_least=0)
-    val_steps: int | None = _option(None, "in steps, instead of --val-frequency", at_least=1)
-    zeroshot_data: str | None = _option(
-        None, "a folder of images, one folder per class, to be classified without training"
-    )
+    val_data: str | None = _option(None, "as --train-data; icons: the held-out ones")
+    val_num_samples: int | None = _option(None, "use the first N samples (icons: 1000, else all)", at_least=1)
+    val_frequency: int = _option(1, "evaluate every N epochs; 0: only at the end", at_least=0)
+    val_steps: int | None = _option(None, "evaluate every N steps, instead of --val-frequency", at_least=1)
+    zeroshot_data: str | None = _option(None, "folder of images for zero-shot classification, one folder per class")
     classnames: str | None = _option(
         None, "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names)"
     )
@@ -133,18 +125,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """Where it is kept, and how it is watched."""
+    """Output and logging."""
 
-    seed: int = _option(0, "of weights, order and augmentation", at_least=0, below=2**63)
-    logs: str = _option("./logs", "folder of all runs", alias="--logs-dir")
-    name: str | None = _option(None, "folder of this run (default: time and settings)")
+    seed: int = _option(0, "seed of weights, data order and augmentation", at_least=0, below=2**63)
+    logs: str = _option("./logs", "folder that holds all runs", alias="--logs-dir")
+    name: str | None = _option(None, "name of this run's folder (default: time and settings)")
     resume: str | None = _option(None, "latest, or a checkpoint file")
-    save_frequency: int = _option(1, "in epochs; 0: at the end alone", at_least=0)
-    save_steps: int | None = _option(None, "in steps, instead of --save-frequency", at_least=1)
-    keep: int = _option(3, "checkpoints kept, besides the best; 0: all", at_least=0)
+    save_frequency: int = _option(1, "save every N epochs; 0: only at the end", at_least=0)
+    save_steps: int | None = _option(None, "save every N steps, instead of --save-frequency", at_least=1)
+    keep: int = _option(3, "number of checkpoints to keep besides the best; 0: all", at_least=0)
     report_to: str = _option("", "tensorboard, or nothing", choices=("", "tensorboard"))
     log_every_n_steps: int = _option(10, "lines of out.log; metrics.jsonl has every step", at_least=1)
-    device: str = _option("auto", "auto: cuda where there is one")
+    device: str = _option("auto", "auto: cuda if available")
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from .towers import Towers, has_weights, make_towers
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
 DESCRIPTION = """\
-Validation loss, retrieval both ways (R@1, R@5, R@10, median rank) and zero-shot classification, in memory that grows
-with the samples, not with their square, on one process or several.
+Validation loss, retrieval in both directions (R@1, R@5, R@10, median rank) and zero-shot classification, in linear
+memory, on one process or several.
 
     megabatch eval --checkpoint logs/first --val-data icons
     megabatch eval --checkpoint logs/first/checkpoints/best.pt --zeroshot-data photos --templates prompts.txt
     torchrun --nproc-per-node 8 -m megabatch -- eval --model ViT-B-32 --pretrained laion2b_e16 --val-data val.csv
 
-Settings are those of the checkpoint's run, but for what is given. The validation loss is that of all samples as one
+Settings are those of the checkpoint's run unless you give others. The validation loss is that of all samples as one
 batch. Ranks count from 1.
 """
 
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="PATH",
-        help="of megabatch train: a file, or a run's folder (its best, or latest)",
+        help="checkpoint of megabatch train: a file, or a run's folder (its best, else its latest)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the metrics to this file")
     add_flags(parser, leave_out=OF_TRAINING)
 
 

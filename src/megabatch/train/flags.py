@@ -11,19 +11,19 @@ from typing import Any, NoReturn
 
 from .config import OPTIONS, SECTIONS, Config, Option, check, nearest
 
-# What others call differently, or have and need not be chosen here: flag, and what to do.
+# Flags of other programs that are not flags here, and what to do instead.
 REFUSED = {
-    "--batch-size": "It is per GPU elsewhere. Use --global-batch-size for the samples of a step, of all ranks "
-    "together, and --chunk-size for those of a rank that are held at a time.",
-    "--accum-freq": "Use --chunk-size: it accumulates, and the loss still sees the whole --global-batch-size.",
-    "--local-loss": "Leave it out: every loss is global, and no rank holds the whole matrix.",
+    "--batch-size": "It means per GPU elsewhere. Use --global-batch-size for the samples per step on all ranks "
+    "together, and --chunk-size for those per rank whose activations are held at a time.",
+    "--accum-freq": "Use --chunk-size: it limits memory, and the loss still sees the whole --global-batch-size.",
+    "--local-loss": "Leave it out: the loss always covers all ranks, and no rank holds the whole matrix.",
     "--gather-with-grad": "Leave it out: gradients always reach all ranks.",
-    "--loss-dist-impl": "Leave it out: features go round a ring of ranks.",
+    "--loss-dist-impl": "Leave it out: features are passed round a ring of ranks.",
     "--siglip": "Use --loss siglip.",
     "--imagenet-val": "Use --zeroshot-data, with --classnames and --templates.",
     "--imagenet-v2": "Use --zeroshot-data, with --classnames and --templates.",
-    "--zeroshot-frequency": "Use --val-frequency: both are asked at the same steps.",
-    "--fsdp": "Leave it out: towers are copied to all ranks (DDP).",
+    "--zeroshot-frequency": "Use --val-frequency: both are evaluated at the same steps.",
+    "--fsdp": "Leave it out: towers are replicated (DDP).",
     "--horovod": "Use torchrun.",
     "--dist-url": "Use torchrun.",
     "--dist-backend": "Leave it out: nccl on GPUs, gloo on CPUs.",
@@ -34,7 +34,7 @@ REFUSED = {
     "--delete-previous-checkpoint": "Use --keep 1.",
     "--save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
     "--aug-cfg": "Use --crop-scale: a random crop is the only augmentation.",
-    "--use-bn-sync": "Leave it out: batch norms know their rank and chunk alone.",
+    "--use-bn-sync": "Leave it out: batch norm sees one chunk of one rank.",
     "--skip-scheduler": "Use --lr-scheduler const.",
     "--epochs-cooldown": "Use --lr-scheduler cosine, which cools down.",
     "--momentum": "Use --beta1.",
@@ -42,7 +42,7 @@ REFUSED = {
     "--lock-image-unlocked-groups": "Leave it out: --lock-image locks the whole image tower.",
     "--coca-caption-loss-weight": "Leave it out: there is no captioning.",
     "--coca-contrastive-loss-weight": "Leave it out: there is no captioning.",
-    "--ddp-static-graph": "Leave it out: every parameter is reduced once per step as it is.",
+    "--ddp-static-graph": "Leave it out: gradients are reduced once per step already.",
     "--wandb-project-name": "Use --report-to tensorboard; metrics.jsonl has every step.",
 }
 
@@ -59,7 +59,9 @@ def add_flags(
     """--config, and a flag for each field of the sections but those in `leave_out`. One that is not given is not in the
     namespace."""
     parser.usage = "%(prog)s [--config FILE] [--flag value ...]"  # all of them would bury an error
-    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with the same names; flags win over it"
+    )
     for section in sections:
         group = parser.add_argument_group(section, SECTIONS[section].__doc__)
         for option in OPTIONS.values():

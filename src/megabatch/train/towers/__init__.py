@@ -50,7 +50,7 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
     if model.lock_image:
         towers.lock_image()
     if model.lock_image and not has_weights(model):
-        _log.warning("--lock-image: the image tower of %s has random weights, and keeps them.", model.model)
+        _log.warning("--lock-image: the image tower of %s has random weights, which stay as they are.", model.model)
     if model.grad_checkpointing:
         towers.checkpoint_activations()
     return towers.train()
@@ -99,4 +99,4 @@ def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
         )
     if loss == "infonce" and towers.logit_bias is not None:
         towers.logit_bias.requires_grad_(False)
-        _log.info("--loss infonce has no bias: the logit_bias of %s stays as it is.", model.model)
+        _log.info("--loss infonce has no bias: the logit_bias of %s is not trained.", model.model)
