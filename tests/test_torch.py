@@ -31,9 +31,7 @@ class Towers(nn.Module):
         return self.loss(normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)  # torch's own, in inductor
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in inductor
 @pytest.mark.parametrize(
     "loss", [megabatch.ClipLoss, megabatch.SigLipLoss, megabatch.InfoNCELoss, megabatch.NTXentLoss]
 )
@@ -286,7 +284,7 @@ def test_vmap_gives_the_loss_of_every_batch() -> None:
     torch.testing.assert_close(losses, torch.stack(expected))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
 def test_forward_mode_derivatives_are_refused() -> None:
     x, y = normalize(torch.randn(6, 4), dim=1), normalize(torch.randn(6, 4), dim=1)
     with pytest.raises(ValueError, match="clip_loss: inputs must not carry forward-mode tangents"):
