@@ -19,13 +19,22 @@ SHORT := $(NUMERICS) -k 'not products and not modules and not 32768 and (not tri
 PASSIVE := OMP_WAIT_POLICY=passive# more threads than cores are not to spin
 TWO_WORKERS := -n 2 --dist worksteal
 
+# Other versions than those of constraints.txt, in an environment of their own: make test-with WITH='torch==2.8.0'.
+# What they need in versions of its own is chosen by pip: the newest that fits.
+WITH ?=
+TESTS ?=
+WITH_VENV := .venv-$(subst $(eval ) ,-,$(subst ==,-,$(strip $(WITH))))
+WITH_CONSTRAINTS := $(CURDIR)/$(WITH_VENV)/constraints.txt
+FOLLOWERS := torchvision triton timm tokenizers huggingface_hub
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-cpus test-gpu lint format demo bench bench-ranks docs release-check clean
+.PHONY: help setup test test-cpus test-with test-gpu lint format demo bench bench-ranks docs release-check clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
 	@echo "make test         lint, types and all tests"
 	@echo "make test-cpus    the tests of numbers under other vector units, BLAS kernels and numbers of threads"
+	@echo "make test-with    all tests with other versions, in an environment of their own: WITH='torch==2.8.0'"
 	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff rewrite what it can"
@@ -56,6 +65,19 @@ test-cpus: setup
 		env $$cpu $(PY) -m pytest -q $(TWO_WORKERS) $(NUMERICS) || failed="$$failed\n$$cpu"; \
 	done; \
 	if [ -n "$$failed" ]; then printf "failed under:$$failed\n"; exit 1; fi
+
+test-with: $(WITH_VENV)/.setup
+	$(WITH_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+$(WITH_VENV)/.setup: pyproject.toml constraints.txt
+	@test -n '$(WITH)' || { echo "test-with: WITH must name versions, as in WITH='torch==2.8.0'"; exit 2; }
+	@test -x $(WITH_VENV)/bin/python || $(PYTHON) -m venv $(WITH_VENV)
+	@grep -v -i $(foreach name,$(FOLLOWERS) $(foreach pin,$(WITH),$(firstword $(subst ==, ,$(pin)))),-e '^$(name)==') \
+		$(CONSTRAINTS) > $(WITH_CONSTRAINTS)
+	@printf '%s\n' $(WITH) >> $(WITH_CONSTRAINTS)
+	PIP_CONSTRAINT=$(WITH_CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(WITH_CONSTRAINTS) \
+		$(WITH_VENV)/bin/python -m pip install --quiet -e '.[dev,bench,triton]'
+	@touch $@
 
 test-gpu: setup
 	TRITON_INTERPRET=0 $(PY) -m pytest -m gpu

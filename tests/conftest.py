@@ -1,6 +1,7 @@
 """What all tests share: the environment, the seed, poisoned memory, and a pool of ranks."""
 
 import os
+from importlib.metadata import version
 
 # Before torch's first operation. Half-precision products on the CPU crash with an illegal instruction on some
 # machines unless oneDNN is held below the newest instruction set it thinks it sees.
@@ -9,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before triton is first imported, which torch may do. Kernels run on the CPU, in Triton's interpreter; the tests that
 # need a GPU need the opposite, which `make test-gpu` sets.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Before torch is imported. With newer versions, `fullgraph=True` says it.
+if version("torch").startswith("2.8."):
+    os.environ.setdefault("TORCHDYNAMO_CAPTURE_DYNAMIC_OUTPUT_SHAPE_OPS", "1")
 
 # Several workers (pytest -n) are to share the cores, not to wait for each other's threads.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -95,7 +95,7 @@ def test_backward_with_a_graph_is_refused_or_can_be_differentiated_no_further() 
     model.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
 def test_forward_mode_derivatives_are_right_or_refused() -> None:
     model, x = mlp()
     with forward_ad.dual_level():
@@ -641,7 +641,7 @@ def test_inside_a_checkpoint() -> None:
 # ---- the compiler
 
 QUIET = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch's own
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # torch's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 

@@ -171,7 +171,7 @@ def test_small_trains_with_checkpointed_activations_as_without(shapes, tmp_path)
     assert losses(again) == pytest.approx(losses(plain), abs=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*script_method.*")  # torch's own
 def test_compiled_towers_train_as_plain_ones(tmp_path):
     flags = ["--train-data", str(write_pairs(tmp_path / "pairs.jsonl")), *QUICK, "--steps", "3"]  # one tower, for time
     plain = train(tmp_path, *flags, name="plain")

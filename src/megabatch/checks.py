@@ -2,7 +2,8 @@
 
 They look at shapes, dtypes and options only, so that torch.compile can trace them; the operators check the values of
 tensors. A number that the operators take as a constant is made one here: a compiler that has seen it change traces it
-as a symbol, which has no digits. The form is `function: argument must rule, got value. What to do.`
+as a symbol, which has no digits. Types are told apart by tuples: torch 2.8 cannot trace a union. The form is
+`function: argument must rule, got value. What to do.`
 """
 
 import math
@@ -179,7 +180,7 @@ def as_scalar(function: str, name: str, value: Scalar | None) -> Tensor:
         if value.is_meta:
             raise ValueError(f"{function}: {name} must hold data, got a tensor on the meta device.")
         return value if value.is_floating_point() else value.double()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(value).__name__}.")
     # A product, because that is what a compiler can take another number into without compiling anew.
     return torch.ones((), dtype=torch.float64, device="cpu") * float(value)
@@ -250,7 +251,7 @@ def options(function: str, given: Mapping[str, Any], **words: tuple[object, ...]
 
 
 def _parse_smoothing(function: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{function}: label_smoothing must be a number, got {type(value).__name__}.")
     if not 0 <= value <= 1:
         raise ValueError(f"{function}: label_smoothing must be from 0 to 1, got {value}.")
@@ -261,7 +262,7 @@ def _parse_smoothing(function: str, value: float) -> float:
 def _parse_tile(function: str, tile: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if tile is None:
         return None
-    sides = tuple(tile) if isinstance(tile, tuple | list) else (tile, tile)
+    sides = tuple(tile) if isinstance(tile, (tuple, list)) else (tile, tile)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
         raise TypeError(f"{function}: tile must be a whole number or a pair of them, got {tile!r}.")
     if min(sides) < 1:
@@ -295,7 +296,7 @@ def parse_budget(function: str, budget: int | str | None) -> int | None:
 
 def group_name(function: str, group: Group | LeftOut | EllipsisType) -> str:
     """The name by which the group travels through an operator; "" for this process alone."""
-    if group is None or isinstance(group, LeftOut | EllipsisType):
+    if group is None or isinstance(group, (LeftOut, EllipsisType)):
         if group is not None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"{function}: group must be given, because torch.distributed runs with {dist.get_world_size()} ranks. "

@@ -225,7 +225,9 @@ def _check(
 ) -> tuple[LossInputs, LossOptions]:
     """The checks that all losses share: of the scale, the bias, and the options that are no tensors."""
     temperature, grad_enabled = options.pop("temperature", None), torch.is_grad_enabled()
-    differentiable = (*inputs.features, logit_scale if temperature is None else temperature, logit_bias)
+    rows, columns, negatives, _, _, *others = inputs  # torch 2.8 traces no property and no method of a named tuple
+    features = (rows, columns, negatives)
+    differentiable = (*features, logit_scale if temperature is None else temperature, logit_bias)
     needs = tuple([grad_enabled and isinstance(x, Tensor) and x.requires_grad for x in differentiable])
     has_ids, autocast = inputs.row_ids is not None, checks.autocast_dtype(inputs.rows)
     facts = (name, ranks, make_spec, has_ids, needs, grad_enabled, autocast, call_site() if ranks else "")
@@ -233,8 +235,8 @@ def _check(
     call = (_cached_options if cacheable else _make_options)(*facts, **options)
     scale = checks.resolve_scale(name, logit_scale, temperature)
     bias = None if logit_bias is None else checks.as_scalar(name, "logit_bias", logit_bias)
-    checks.no_tangents(name, *inputs.features, scale, bias)
-    return inputs._replace(scale=scale, bias=bias), call
+    checks.no_tangents(name, *features, scale, bias)
+    return LossInputs(*features, scale, bias, *others), call
 
 
 def _make_options(

@@ -108,7 +108,7 @@ def similarity_topk(
 def _check_exclude(search: "_Search", exclude: Exclude) -> LossInputs:
     """What a loss would mask: positives, or pairs of equal ids."""
     name, query, key, group = search.name, search.query, search.key, search.ranks.group
-    if isinstance(exclude, tuple | list):
+    if isinstance(exclude, (tuple, list)):
         if len(exclude) != 2:
             raise ValueError(f"{name}: exclude must be a pair (query_ids, key_ids), got {len(exclude)} entries.")
         query_ids = checks.vector(name, "exclude[0]", exclude[0], "query", query)

@@ -239,7 +239,7 @@ class refuse_together:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        refused = isinstance(error, ValueError | TypeError | Warning)  # a warning that the user turned into an error
+        refused = isinstance(error, (ValueError, TypeError, Warning))  # a warning that the user turned into an error
         if self.group_name and refused and not torch.compiler.is_compiling():
             assert isinstance(error, Exception)
             Ranks(self.function, self.group_name, device=self.device).handshake({}, errors=[error])

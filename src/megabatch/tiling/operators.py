@@ -182,3 +182,12 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: None) -> Gradients:
 
 contrast.register_autograd(_backward, setup_context=_setup_context)
 contrast_backward.register_autograd(_Refuse.backward)
+
+
+@contrast.register_vmap
+def _(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Batch by batch, as vmap does of itself where there is no rule; newer versions of torch warn of that."""
+    given = ([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in zip(arguments, dims, strict=True))
+    results = zip(*(contrast(*batch) for batch in zip(*given, strict=True)), strict=True)
+    stacked = tuple(map(torch.stack, results))
+    return stacked, (0,) * len(stacked)
