@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..losses.spec import Spec
 
-
 # Of what the operators return. Another number, and no graph that a compiler has cached on disk is used again.
 FORMAT = 2
 
