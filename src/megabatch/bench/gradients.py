@@ -1,0 +1,240 @@
+"""`megabatch bench gradients`: do gradients over ranks equal those of one process? Ours and others'."""
+
+import argparse
+import math
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..distributed.world import World
+from . import flags
+from .cases import LOSSES, Case, LossWork, Results, results
+from .contenders import (
+    PACKAGES,
+    CannotRun,
+    Contender,
+    NotInstalled,
+    grad_cache,
+    lightly,
+    metric_learning,
+    open_clip,
+    ours,
+    package,
+    sentence_transformers,
+)
+from .processes import Bound, Failed, launch, runner
+from .session import Session
+from .trial import combined
+
+DESCRIPTION = """\
+Every loss is run once on ranks that hold a few rows each, in its own settings for ranks; gradients are averaged over
+ranks, as DDP does, or summed where a loss is told so, and compared with one process that holds all rows in float64.
+gradient: length of the features' gradient over that of one process, 1 is right; cosine: between them; logit_scale: the
+same ratio for the scale (and the bias). value: what a rank's loss is, that of the whole batch ("global") or of its own
+rows against all ("local rows"). uneven: what happens when ranks bring different numbers of rows.
+"""
+# Figures this near to what they should be are equal to it: they are float32.
+NEAR = 1e-3
+LONGEST = 100  # of what an error says in the table; the file has all of it
+HEAD = ("", "gradient", "cosine", "logit_scale", "value", "uneven")
+
+
+def inf_cl_ring(work: LossWork) -> object:
+    """Its ring in plain torch: the one with kernels needs CUDA."""
+    try:
+        ring = package("inf_cl").cal_ring_loss
+    except ImportError as error:
+        raise CannotRun(f"needs {error.name}") from None
+
+    def both(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        options = {"scale": scale, "head_dim": image.shape[1]}
+        value: Tensor = (ring(image, text, **options) + ring(text, image, **options)) / 2
+        return value
+
+    return work.step(both)
+
+
+def _settings() -> list[Contender]:
+    found = [
+        Contender(
+            f"megabatch {loss.function}" + (', grad_reduction="sum"' if reduction == "sum" else ""),
+            "",
+            partial(ours, grad_reduction=reduction),
+            (name,),
+            package="megabatch",
+            ours=True,
+            grad_reduction=reduction,
+        )
+        for reduction in ("mean", "sum")
+        for name, loss in LOSSES.items()
+    ]
+    clip, mnrl = "open_clip ClipLoss", "sentence-transformers MultipleNegativesRankingLoss"
+    wrapped = "DistributedLossWrapper(efficient={})"
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    others = [
+        *(
+            (f"{clip}, local_loss={a}, gather_with_grad={b}", "open_clip_torch", "clip", made)
+            for a in (False, True)
+            for b in (False, True)
+            for made in [partial(open_clip, local_loss=a, gather_with_grad=b)]
+        ),
+        *(
+            (f"open_clip SigLipLoss, dist_impl={way}", "open_clip_torch", "siglip", partial(open_clip, dist_impl=way))
+            for way in ("bidir", "shift", "reduce", "gather")
+        ),
+        *(
+            (f"{mnrl}, {words}, gather_across_devices", "sentence-transformers", loss, partial(made, **more))
+            for made in [partial(sentence_transformers, gather_across_devices=True)]
+            for loss, words, more in (("info_nce", "one direction", {}), ("clip", "both directions", both))
+        ),
+        *(
+            (f"pytorch-metric-learning {kind}, {wrapped.format(efficient)}", "pytorch-metric-learning", loss, made)
+            for loss, kind in (("nt_xent", "NTXentLoss"), ("supcon", "SupConLoss"))
+            for efficient in (False, True)
+            for made in [partial(metric_learning, efficient=efficient)]
+        ),
+        ("lightly NTXentLoss, gather_distributed", "lightly", "nt_xent", partial(lightly, gather_distributed=True)),
+        (
+            "GradCache DistributedContrastiveLoss",
+            "GradCache",
+            "info_nce",
+            partial(grad_cache, kind="DistributedContrastiveLoss"),
+        ),
+        ("inf_cl cal_ring_loss, both directions", "inf_cl", "clip", inf_cl_ring),
+    ]
+    normalizing = ("lightly", "pytorch-metric-learning", "sentence-transformers")
+    return found + [
+        Contender(title, "", make, (loss,), package=of, normalizes=of in normalizing)  # type: ignore[arg-type]
+        for title, of, loss, make in others
+    ]
+
+
+SETTINGS = {contender.name: contender for contender in _settings()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    packages = ["megabatch", *PACKAGES]
+    parser.add_argument("--ranks", type=flags.positive, default=4, metavar="n", help="number of ranks")
+    parser.add_argument("--rows", type=flags.positive, default=32, metavar="N", help="rows of the batch, of all ranks")
+    parser.add_argument("--width", type=flags.positive, default=16, metavar="D", help="width of the features")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="which losses")
+    parser.add_argument("--packages", nargs="+", choices=packages, default=packages, help="whose losses")
+    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for a silent rank")
+    flags.add_files(parser, plots=False)
+
+
+@dataclass
+class Outcome:
+    """What is known of one loss in its setting. `status`: ok, or why nothing is known."""
+
+    name: str
+    package: str
+    ours: bool
+    status: str = "ok"
+    gradient: float | None = None
+    cosine: float | None = None
+    scale: float | None = None
+    bias: float | None = None
+    value: str = ""
+    uneven: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Only ours can be: others do what they say, whatever that is."""
+        right = self.status == "ok" and all(_near(x, 1) for x in (self.gradient, self.cosine, self.scale, self.bias))
+        return self.ours and not (right and self.value == "global" and self.uneven == "works")
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.ranks < 2 or options.rows % options.ranks:
+        got = f"{options.rows} rows for {options.ranks} ranks"
+        print(f"gradients: --ranks must be 2 or more and divide --rows, got {got}.", file=sys.stderr)
+        return 2
+    chosen = [one for one in SETTINGS.values() if one.package in options.packages and one.losses[0] in options.losses]
+    body = []
+    with runner("cpu") as where, Session("gradients", options, where, len(chosen), PACKAGES) as session:
+        try:
+            for contender in chosen:
+                outcome = examine(contender, options.rows, options.width, options.ranks, options.timeout)
+                body.append(_cells(outcome))
+                about = {"rows": options.rows, "ranks": options.ranks, "width": options.width}
+                session.add(about, [{**asdict(outcome), "wrong": outcome.wrong}], healthy=not outcome.wrong)
+                session.reached()
+        finally:  # Ctrl-C leaves those that are done
+            session.show(f"{options.ranks} ranks, N={options.rows}, D={options.width}", HEAD, body)
+    return session.exit_code
+
+
+def examine(contender: Contender, rows: int, width: int, ranks: int, timeout: float) -> Outcome:
+    outcome = Outcome(contender.name, contender.package, contender.ours)
+    even = [rows // ranks] * ranks
+    try:
+        found = launch("cpu", ranks, Bound(step, (contender, even, width)), timeout)
+    except Failed as failure:
+        outcome.status = str(failure)
+        return outcome
+    if isinstance(found[0], str):
+        outcome.status = found[0]
+        return outcome
+    truth = Case(contender.losses[0], rows, width).expected(contender.normalizes)
+    _compare(outcome, contender, found, truth)
+    # Every other rank has about a third less, in processes of their own: some crash or hang.
+    sizes = [size - (rank % 2) * max(size * 3 // 8, 1) for rank, size in enumerate(even)]
+    try:
+        found = launch("cpu", ranks, Bound(step, (contender, sizes, width)), timeout)
+    except Failed as failure:
+        outcome.uneven = str(failure)
+        return outcome
+    other = Outcome(contender.name, "", False)
+    _compare(other, contender, found, Case(contender.losses[0], sum(sizes), width).expected(contender.normalizes))
+    right = _near(other.gradient, 1) and _near(other.cosine, 1)
+    outcome.uneven = "works" if right else f"runs; gradient {other.gradient:.3f}, cosine {other.cosine:.3f}"
+    return outcome
+
+
+def step(world: World, contender: Contender, sizes: list[int], width: int) -> Results | str:
+    """The results of one rank, or why there are none."""
+    work = Case(contender.losses[0], sum(sizes), width, ranks=world.size).work(world, sizes)
+    try:
+        return results(contender.make(work), work)
+    except NotInstalled:
+        return "not installed"
+    except CannotRun as reason:
+        return str(reason)
+
+
+def _compare(outcome: Outcome, contender: Contender, found: list[Results], truth: Results) -> None:
+    got = combined(found, contender.grad_reduction)
+    mine, exact = (torch.cat([x[name].flatten() for name in truth if "features" in name]) for x in (got, truth))
+    outcome.gradient = (mine.norm() / exact.norm()).item()
+    outcome.cosine = torch.nn.functional.cosine_similarity(mine, exact, dim=0).item()
+    for name, key in (("scale", "gradient of the scale"), ("bias", "gradient of the bias")):
+        if key in got:
+            setattr(outcome, name, (got[key] / truth[key]).item())
+    outcome.value = value_of([each["loss"].item() for each in found], truth["loss"].item())
+
+
+def value_of(losses: list[float], whole: float) -> str:
+    """What the ranks' losses are, seen from the loss of the whole batch."""
+    mean, ranks = sum(losses) / len(losses), len(losses)
+    kind = "global" if all(_near(loss, losses[0]) for loss in losses) else "local rows"
+    if _near(mean, whole):
+        return kind
+    return f"{kind} × {ranks}" if _near(mean, ranks * whole) else f"{kind} × {mean / whole:.2f}"
+
+
+def _near(value: float | None, goal: float) -> bool:
+    return value is None or math.isclose(value, goal, rel_tol=NEAR)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    last = ("WRONG: " if outcome.wrong else "") + (outcome.uneven if outcome.status == "ok" else outcome.status)
+    scale = number(outcome.scale) + ("" if outcome.bias is None else f", bias {number(outcome.bias)}")
+    short = last if len(last) <= LONGEST else f"{last[: LONGEST - 1]}…"
+    return outcome.name, number(outcome.gradient), number(outcome.cosine), scale, outcome.value or "-", short
