@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from megabatch.backends import workspace
-from megabatch.bench import measure, processes
+from megabatch.bench import processes
 from megabatch.distributed.world import World
 
 from .ranks import Pool
@@ -77,15 +77,14 @@ def pool() -> Iterator[Pool]:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks without processes of their own, so that what a test patches reaches the work."""
 
-    def launch(device: str, ranks: int, function: Callable[[World], Any], patience: float | None = None) -> list[Any]:
+    def launch(device: str, ranks: int, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         assert ranks == 1
         try:
-            return [function(World(torch.device(device)))]
+            return [function(World(torch.device(device)), *args)]
         except Exception as error:
             raise processes.failure_of(f"{type(error).__name__}: {error}") from error
 
     monkeypatch.setattr(processes, "launch", launch)
-    monkeypatch.setattr(measure, "limit_memory", lambda limit, ranks, device: lambda: None)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from megabatch.bench.cases import LOSSES, Case, results
 from megabatch.bench.command import COMMANDS
 from megabatch.bench.contenders import CONTENDERS, CannotRun, Contender, NotInstalled
 from megabatch.bench.list import BENCHMARKS
-from megabatch.bench.processes import Bound, Runner
+from megabatch.bench.processes import Runner
 from megabatch.bench.results import Row, healthy, over, row_of, table
 from megabatch.bench.session import Session
 from megabatch.bench.tolerance import slack
@@ -82,12 +82,12 @@ def test_loss_prints_a_table_and_writes_json_with_the_machine_and_the_command(tm
 
 def test_a_process_that_dies_says_how():
     with pytest.raises(processes.Failed, match="killed by SIGABRT"):
-        processes.launch("cpu", 1, Bound(abort))
+        processes.launch("cpu", 1, abort)
     with pytest.raises(processes.Failed, match="ZeroDivisionError: no division"):
-        processes.launch("cpu", 1, Bound(divide))
+        processes.launch("cpu", 1, divide)
     with pytest.raises(processes.OutOfMemory):
-        processes.launch("cpu", 1, Bound(take, (8 * MIB, 64 * MIB)))
-    assert processes.launch("cpu", 1, Bound(take, (64 * MIB, 8 * MIB))) == [8 * MIB]
+        processes.launch("cpu", 1, take, (8 * MIB, 64 * MIB))
+    assert processes.launch("cpu", 1, take, (64 * MIB, 8 * MIB)) == [8 * MIB]
 
 
 def abort(world: World) -> None:

@@ -15,7 +15,7 @@ from megabatch.bench import gradients, measure, paper, processes
 from megabatch.bench.cases import Case, results
 from megabatch.bench.contenders import CONTENDERS, Contender, ours
 from megabatch.bench.gradients import SETTINGS, Outcome, value_of
-from megabatch.bench.processes import Bound, Runner
+from megabatch.bench.processes import Runner
 from megabatch.bench.tiling import contenders as tilings
 from megabatch.bench.trial import Rules, combined, contest
 from megabatch.distributed.world import World
@@ -107,9 +107,9 @@ def ranks_of(world: World, fails: int) -> int:
 
 
 def test_ranks_find_each_other_and_the_first_to_fail_is_heard():
-    assert processes.launch("cpu", 3, Bound(ranks_of, (-1,))) == [0, 1, 2]
+    assert processes.launch("cpu", 3, ranks_of, (-1,)) == [0, 1, 2]
     with pytest.raises(processes.Failed, match=r"^ValueError: just so$"):
-        processes.launch("cpu", 2, Bound(ranks_of, (1,)))
+        processes.launch("cpu", 2, ranks_of, (1,))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_every_setting_is_one_of_our_losses_and_named_once():
     from megabatch.bench.cases import LOSSES
 
     assert {one.losses[0] for one in SETTINGS.values()} == set(LOSSES)
-    assert len(SETTINGS) == len(gradients._settings())
+    assert len(SETTINGS) == len(list(gradients._settings()))
     assert isinstance(SETTINGS["open_clip SigLipLoss, dist_impl=bidir"].make, partial)
 
 

@@ -19,12 +19,8 @@ def document(**changes: Any) -> dict[str, Any]:
     row |= {"over_megabatch": [1.0, 0.9, 1.1], "peak_bytes": 5 * 2**20, "error": 1e-7, **changes}
     machine = {"device": "a CPU", "device_type": "cpu", "threads": 2, "torch": "2.13", "commit": "abc"}
     cases = [{"loss": "clip", "rows": 4096, "contenders": [row]}]
-    return {
-        "benchmark": "loss",
-        "date": "2026-11-18T00:00:00",
-        "command": "megabatch bench loss",
-        "machine": machine,
-    } | {"cases": cases}
+    about = {"benchmark": "loss", "date": "2026-11-18T00:00:00", "command": "megabatch bench loss"}
+    return {**about, "machine": machine, "cases": cases}
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

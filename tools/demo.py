@@ -329,6 +329,7 @@ def big_step(options: argparse.Namespace, folder: Path) -> bool:
 def limited(limit: int, file: str) -> None:
     """`megabatch …` in this process, which may take `limit` bytes more than it has; its peak goes into a file."""
     importlib.import_module("megabatch.train.command")  # what the trainer consists of is loaded before it is limited
+    measure.expendable = True
     measure.limit_memory(limit, 1, torch.device("cpu"))()
     code: object = 0
     with measure.PeakMemory(torch.device("cpu")) as memory:

@@ -3,7 +3,7 @@
 `rows` are those of the whole batch everywhere: of all ranks together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,14 +27,9 @@ FEW_ROWS = 300
 
 @dataclass(frozen=True)
 class Loss:
-    """One of the five losses, as a benchmark sees it.
-
-    Attributes:
-        formed: How often a step in linear memory must form the logits: twice where dlogits need the sums of a whole
-            column. Each forming is a matrix product, and the gradient of each side is another.
-        views: Feature tensors it takes.
-        joined: Its rows and columns are all the features together, so there are `views` times as many of both.
-    """
+    """One of the five losses, as a benchmark sees it: how often a step in linear memory must form the logits (twice
+    where dlogits need the sums of a whole column), how many feature tensors it takes, and whether they are joined: rows
+    and columns are then all the features together."""
 
     name: str
     scale: float
@@ -177,8 +172,12 @@ class Case:
 
     def exact(self, normalizes: bool) -> Results:
         """The same in float64 at any size: by chunks of rows."""
-        function = formulas.CHUNKED[self.loss]
-        return self._computed(partial(_normalized, function, self.kind.views) if normalizes else function, True)
+        function, views = formulas.CHUNKED[self.loss], self.kind.views
+
+        def normalized(*given: Tensor) -> Tensor:
+            return function(*(F.normalize(x, dim=1) for x in given[:views]), *given[views:])
+
+        return self._computed(normalized if normalizes else function, True)
 
     def _computed(self, function: Callable[..., Tensor], exact: bool) -> Results:
         inputs = self.inputs().to(torch.float64) if exact else self.inputs()
@@ -227,5 +226,9 @@ def results(step: Step, work: Any) -> Results:
     return {name: x.double() for name, x in {"loss": loss, **work.gradients()}.items()}
 
 
-def _normalized(function: Callable[..., Tensor], views: int, *arguments: Tensor) -> Tensor:
-    return function(*(F.normalize(x, dim=1) for x in arguments[:views]), *arguments[views:])
+def average(parameters: Iterable[Tensor], world: World) -> None:
+    """Gradients over ranks, as trainers do."""
+    for parameter in parameters if world.size > 1 else ():
+        if parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= world.size

@@ -17,7 +17,7 @@ from megabatch import reference
 
 from ..distributed.world import World
 from . import flags
-from .cases import LOSSES, Results, Step, results
+from .cases import LOSSES, Results, Step, average, results
 from .contenders import Contender, NotInstalled, package
 from .loss import hold
 from .processes import runner
@@ -32,7 +32,6 @@ and the batch. A batch that does not fit in one piece says so.
 """
 HEADS, CHANNELS = 4, 3
 FEW_ROWS, FEW_CHUNK = 40, 16
-# The name of a task, and the loss it is trained by.
 TASKS = {"pairs": "info_nce", "towers": "clip", "vision": "clip"}
 
 
@@ -90,8 +89,7 @@ class Task:
     own_rows = False
 
     def loss(self, *features: Tensor) -> Tensor:
-        group = {"group": self.world.group}
-        return self.criterion(*features, *self.given, self.scale, normalize=True, **group)
+        return self.criterion(*features, *self.given, self.scale, normalize=True, group=self.world.group)
 
     def descend(self, features: list[Tensor]) -> Tensor:
         loss = self.loss(*features)
@@ -99,14 +97,10 @@ class Task:
         return loss.detach()
 
     def step(self, function: Callable[[], Tensor]) -> Step:
-        """With the average over ranks that a trainer takes."""
 
         def step() -> Tensor:
             loss = function()
-            for _, parameter in self.parameters() if self.world.size > 1 else ():
-                if parameter.grad is not None:
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad /= self.world.size
+            average((parameter for _, parameter in self.parameters()), self.world)
             return loss
 
         return step

@@ -20,8 +20,7 @@ import megabatch
 from . import formulas
 from .cases import LOSSES, LossWork, Step
 
-# More than any batch has rows, so that a tile is as large as it gets.
-WHOLE = 2**30
+WHOLE = 2**30  # more rows than any batch has, so that a tile is as large as it gets
 ROOM = 256 * 2**20  # bytes, beside kept logits
 
 
@@ -230,7 +229,7 @@ def sentence_transformers(work: LossWork, **settings: Any) -> Step:
     return work.step(lambda query, key, scale: loss.compute_loss_from_embeddings([query, key], None))
 
 
-def sentence_transformers_cached(work: LossWork, module: str) -> Step:
+def cached_stage(work: LossWork, module: str) -> Step:
     """The stage between its two passes over the encoder, with mini-batches of the size that it has by default."""
     package("sentence_transformers")
     loss = package(module).CachedMultipleNegativesRankingLoss([None], scale=work.case.scale)
@@ -254,8 +253,17 @@ def grad_cache(work: LossWork, kind: str = "SimpleContrastiveLoss") -> Step:
     return work.step(lambda query, key, scale: loss(scale * query, key))
 
 
-_CLIP, _PAIRS, _CACHED = ("clip",), ("clip", "siglip"), "sentence_transformers.sentence_transformer.losses"
-_DROP_IN = "megabatch.integrations.sentence_transformers"
+_CLIP, _PAIRS = ("clip",), ("clip", "siglip")
+_RANKS: dict[str, Any] = {"losses": _CLIP, "on": "ranks", "ours": True}
+_CACHED = partial(cached_stage, module="sentence_transformers.sentence_transformer.losses")
+_DROP_IN = partial(cached_stage, module="megabatch.integrations.sentence_transformers")
+
+
+def _of(package: str, *losses: str, **more: Any) -> dict[str, Any]:
+    return {"package": package, "losses": losses, **more}
+
+
+_SENTENCES = _of("sentence-transformers", "info_nce", normalizes=True)
 
 CONTENDERS = {
     contender.name: contender
@@ -265,87 +273,40 @@ CONTENDERS = {
         Contender("small", 'megabatch, memory_budget="48MiB"', partial(ours, memory_budget="48MiB"), _CLIP, ours=True),
         Contender("triton", "megabatch, triton", partial(ours, backend="triton"), ours=True, needs="cuda"),
         Contender("eager", "megabatch, eager", partial(ours, backend="eager"), ours=True),
-        Contender("alone", "megabatch, one process", ours, _CLIP, "ranks", ours=True, alone=True),
-        Contender("ring", "megabatch, ring", partial(ours, exchange="ring"), _CLIP, "ranks", ours=True),
-        Contender(
-            "blocking",
-            "megabatch, ring, no overlap",
-            partial(ours, exchange="ring", overlap=False),
-            _CLIP,
-            "ranks",
-            ours=True,
-        ),
-        Contender("gather", "megabatch, gather", partial(ours, exchange="gather"), _CLIP, "ranks", ours=True),
-        Contender(
-            "ring_kept", "megabatch, ring, logits kept", partial(ours_kept, exchange="ring"), _CLIP, "ranks", ours=True
-        ),
-        Contender("two_passes", "tiles, a ring pass per direction", pass_per_direction, _CLIP, "ranks", ours=True),
-        Contender(
-            "ring_only",
-            "no tiles, a ring pass per direction",
-            partial(pass_per_direction, tile=WHOLE),
-            _CLIP,
-            "ranks",
-            ours=True,
-        ),
+        Contender("alone", "megabatch, one process", ours, alone=True, **_RANKS),
+        Contender("ring", "megabatch, ring", partial(ours, exchange="ring"), **_RANKS),
+        Contender("blocking", "megabatch, ring, no overlap", partial(ours, exchange="ring", overlap=False), **_RANKS),
+        Contender("gather", "megabatch, gather", partial(ours, exchange="gather"), **_RANKS),
+        Contender("ring_kept", "megabatch, ring, logits kept", partial(ours_kept, exchange="ring"), **_RANKS),
+        Contender("two_passes", "tiles, a pass per direction", pass_per_direction, **_RANKS),
+        Contender("ring_only", "no tiles, a pass per direction", partial(pass_per_direction, tile=WHOLE), **_RANKS),
         Contender("by_hand", "dense by hand, logits formed once", by_hand, on="both"),
         Contender("compiled", "torch.compile of the dense loss", compiled, on="both", compiles=True),
         Contender("checkpointed", f"checkpoint, chunks of {formulas.CHUNK} rows", checkpointed),
         Contender("formula", "open_clip's formula", open_clip_formula, _PAIRS, on="both"),
         Contender("disco", "DisCo-CLIP's scheme (sum, not its code's average)", disco, _CLIP, "ranks"),
-        Contender("open_clip", "open_clip", open_clip, _PAIRS, "both", "open_clip_torch"),
-        Contender("inf_cl", "inf_cl cal_flash_loss", inf_cl, _CLIP, package="inf_cl", multiple=64, needs="cuda"),
+        Contender("open_clip", "open_clip", open_clip, on="both", **_of("open_clip_torch", *_PAIRS)),
+        Contender("inf_cl", "inf_cl", inf_cl, multiple=64, needs="cuda", **_of("inf_cl", "clip")),
         Contender(
-            "siglip_kernel",
-            "siglip-kernel fused_siglip_loss",
-            siglip_kernel,
-            ("siglip",),
-            package="siglip-kernel",
-            multiple=64,
-            needs="cuda",
+            "siglip_kernel", "siglip-kernel", siglip_kernel, multiple=64, needs="cuda", **_of("siglip-kernel", "siglip")
         ),
         Contender(
             "cce",
             "cut-cross-entropy, torch_compile",
             cut_cross_entropy,
-            ("clip", "info_nce"),
-            package="cut-cross-entropy",
-            compiles=True,
+            **_of("cut-cross-entropy", "clip", "info_nce", compiles=True),
         ),
-        Contender("lightly", "lightly", lightly, ("nt_xent",), package="lightly", normalizes=True),
+        Contender("lightly", "lightly", lightly, **_of("lightly", "nt_xent", normalizes=True)),
         Contender(
             "metric_learning",
             "pytorch-metric-learning",
             metric_learning,
-            ("nt_xent", "supcon"),
-            package="pytorch-metric-learning",
-            normalizes=True,
+            **_of("pytorch-metric-learning", "nt_xent", "supcon", normalizes=True),
         ),
-        Contender(
-            "mnrl",
-            "sentence-transformers MultipleNegativesRankingLoss",
-            sentence_transformers,
-            ("info_nce",),
-            package="sentence-transformers",
-            normalizes=True,
-        ),
-        Contender(
-            "cached_mnrl",
-            "sentence-transformers Cached…, its loss stage, mini-batches of 32",
-            partial(sentence_transformers_cached, module=_CACHED),
-            ("info_nce",),
-            package="sentence-transformers",
-            normalizes=True,
-        ),
-        Contender(
-            "drop_in",
-            "megabatch's drop-in for it",
-            partial(sentence_transformers_cached, module=_DROP_IN),
-            ("info_nce",),
-            package="sentence-transformers",
-            normalizes=True,
-        ),
-        Contender("grad_cache", "GradCache, its loss", grad_cache, ("info_nce",), package="GradCache"),
+        Contender("mnrl", "sentence-transformers, plain", sentence_transformers, **_SENTENCES),
+        Contender("cached_mnrl", "sentence-transformers, cached, loss stage", _CACHED, **_SENTENCES),
+        Contender("drop_in", "megabatch's drop-in for it", _DROP_IN, **_SENTENCES),
+        Contender("grad_cache", "GradCache, its loss", grad_cache, **_of("GradCache", "info_nce")),
         Contender("products", "full-size products", products, on="both", bare=True),
     )
 }

@@ -22,12 +22,10 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """The same from 0 on."""
     return 0 if text == "0" else positive(text)
 
 
 def memory(text: str) -> int:
-    """Bytes of a size such as 512MiB."""
     digits = text.rstrip("KMGiB")
     unit = text[len(digits) :]
     if unit not in _SIZES or not digits.replace(".", "", 1).isdigit() or float(digits) <= 0:

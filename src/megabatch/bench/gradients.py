@@ -3,15 +3,18 @@
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.world import World
 from . import flags
-from .cases import LOSSES, Case, LossWork, Results, results
+from .cases import LOSSES, Case, LossWork, Results, Step, results
 from .contenders import (
     PACKAGES,
     CannotRun,
@@ -25,7 +28,7 @@ from .contenders import (
     package,
     sentence_transformers,
 )
-from .processes import Bound, Failed, launch, runner
+from .processes import Failed, launch, runner
 from .session import Session
 from .trial import combined
 
@@ -38,11 +41,10 @@ rows against all ("local rows"). uneven: what happens when ranks bring different
 """
 # Figures this near to what they should be are equal to it: they are float32.
 NEAR = 1e-3
-LONGEST = 100  # of what an error says in the table; the file has all of it
 HEAD = ("", "gradient", "cosine", "logit_scale", "value", "uneven")
 
 
-def inf_cl_ring(work: LossWork) -> object:
+def inf_cl_ring(work: LossWork) -> Step:
     """Its ring in plain torch: the one with kernels needs CUDA."""
     try:
         ring = package("inf_cl").cal_ring_loss
@@ -57,59 +59,33 @@ def inf_cl_ring(work: LossWork) -> object:
     return work.step(both)
 
 
-def _settings() -> list[Contender]:
-    found = [
-        Contender(
-            f"megabatch {loss.function}" + (', grad_reduction="sum"' if reduction == "sum" else ""),
-            "",
-            partial(ours, grad_reduction=reduction),
-            (name,),
-            package="megabatch",
-            ours=True,
-            grad_reduction=reduction,
-        )
-        for reduction in ("mean", "sum")
-        for name, loss in LOSSES.items()
-    ]
-    clip, mnrl = "open_clip ClipLoss", "sentence-transformers MultipleNegativesRankingLoss"
-    wrapped = "DistributedLossWrapper(efficient={})"
-    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-    others = [
-        *(
-            (f"{clip}, local_loss={a}, gather_with_grad={b}", "open_clip_torch", "clip", made)
-            for a in (False, True)
-            for b in (False, True)
-            for made in [partial(open_clip, local_loss=a, gather_with_grad=b)]
-        ),
-        *(
-            (f"open_clip SigLipLoss, dist_impl={way}", "open_clip_torch", "siglip", partial(open_clip, dist_impl=way))
-            for way in ("bidir", "shift", "reduce", "gather")
-        ),
-        *(
-            (f"{mnrl}, {words}, gather_across_devices", "sentence-transformers", loss, partial(made, **more))
-            for made in [partial(sentence_transformers, gather_across_devices=True)]
-            for loss, words, more in (("info_nce", "one direction", {}), ("clip", "both directions", both))
-        ),
-        *(
-            (f"pytorch-metric-learning {kind}, {wrapped.format(efficient)}", "pytorch-metric-learning", loss, made)
-            for loss, kind in (("nt_xent", "NTXentLoss"), ("supcon", "SupConLoss"))
-            for efficient in (False, True)
-            for made in [partial(metric_learning, efficient=efficient)]
-        ),
-        ("lightly NTXentLoss, gather_distributed", "lightly", "nt_xent", partial(lightly, gather_distributed=True)),
-        (
-            "GradCache DistributedContrastiveLoss",
-            "GradCache",
-            "info_nce",
-            partial(grad_cache, kind="DistributedContrastiveLoss"),
-        ),
-        ("inf_cl cal_ring_loss, both directions", "inf_cl", "clip", inf_cl_ring),
-    ]
-    normalizing = ("lightly", "pytorch-metric-learning", "sentence-transformers")
-    return found + [
-        Contender(title, "", make, (loss,), package=of, normalizes=of in normalizing)  # type: ignore[arg-type]
-        for title, of, loss, make in others
-    ]
+def _settings() -> Iterator[Contender]:
+    for reduction, name in product(("mean", "sum"), LOSSES):
+        title = f"megabatch {name}_loss" + (', grad_reduction="sum"' if reduction == "sum" else "")
+        made: Any = partial(ours, grad_reduction=reduction)
+        yield Contender(title, "", made, (name,), package="megabatch", ours=True, grad_reduction=reduction)
+    for local, grad in product((False, True), repeat=2):
+        title = f"open_clip ClipLoss, local_loss={local}, gather_with_grad={grad}"
+        made = partial(open_clip, local_loss=local, gather_with_grad=grad)
+        yield Contender(title, "", made, ("clip",), package="open_clip_torch")
+    for way in ("bidir", "shift", "reduce", "gather"):
+        made = partial(open_clip, dist_impl=way)
+        yield Contender(f"open_clip SigLipLoss, dist_impl={way}", "", made, ("siglip",), package="open_clip_torch")
+    both: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    for loss, words, more in (("info_nce", "one direction", {}), ("clip", "both directions", both)):
+        title = f"sentence-transformers MultipleNegativesRankingLoss, {words}, gather_across_devices"
+        made = partial(sentence_transformers, gather_across_devices=True, **more)
+        yield Contender(title, "", made, (loss,), package="sentence-transformers", normalizes=True)
+    for (loss, kind), efficient in product((("nt_xent", "NTXentLoss"), ("supcon", "SupConLoss")), (False, True)):
+        title = f"pytorch-metric-learning {kind}, DistributedLossWrapper(efficient={efficient})"
+        made = partial(metric_learning, efficient=efficient)
+        yield Contender(title, "", made, (loss,), package="pytorch-metric-learning", normalizes=True)
+    made = partial(lightly, gather_distributed=True)
+    title = "lightly NTXentLoss, gather_distributed"
+    yield Contender(title, "", made, ("nt_xent",), package="lightly", normalizes=True)
+    made = partial(grad_cache, kind="DistributedContrastiveLoss")
+    yield Contender("GradCache DistributedContrastiveLoss", "", made, ("info_nce",), package="GradCache")
+    yield Contender("inf_cl cal_ring_loss, both directions", "", inf_cl_ring, ("clip",), package="inf_cl")
 
 
 SETTINGS = {contender.name: contender for contender in _settings()}
@@ -172,7 +148,7 @@ def examine(contender: Contender, rows: int, width: int, ranks: int, timeout: fl
     outcome = Outcome(contender.name, contender.package, contender.ours)
     even = [rows // ranks] * ranks
     try:
-        found = launch("cpu", ranks, Bound(step, (contender, even, width)), timeout)
+        found: list[Any] = launch("cpu", ranks, step, (contender, even, width), timeout)
     except Failed as failure:
         outcome.status = str(failure)
         return outcome
@@ -184,7 +160,7 @@ def examine(contender: Contender, rows: int, width: int, ranks: int, timeout: fl
     # Every other rank has about a third less, in processes of their own: some crash or hang.
     sizes = [size - (rank % 2) * max(size * 3 // 8, 1) for rank, size in enumerate(even)]
     try:
-        found = launch("cpu", ranks, Bound(step, (contender, sizes, width)), timeout)
+        found = launch("cpu", ranks, step, (contender, sizes, width), timeout)
     except Failed as failure:
         outcome.uneven = str(failure)
         return outcome
@@ -236,5 +212,4 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 
     last = ("WRONG: " if outcome.wrong else "") + (outcome.uneven if outcome.status == "ok" else outcome.status)
     scale = number(outcome.scale) + ("" if outcome.bias is None else f", bias {number(outcome.bias)}")
-    short = last if len(last) <= LONGEST else f"{last[: LONGEST - 1]}…"
-    return outcome.name, number(outcome.gradient), number(outcome.cosine), scale, outcome.value or "-", short
+    return outcome.name, number(outcome.gradient), number(outcome.cosine), scale, outcome.value or "-", last[:100]

@@ -21,8 +21,8 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = list(BENCHMARKS)
-    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {', '.join(names)}; all if left out")
+    names = ", ".join(BENCHMARKS)
+    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help=f"of {names}; all if left out")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -38,6 +38,6 @@ def main(options: argparse.Namespace) -> int:
     head = ("benchmark", "contender", "", "losses")
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     for row in (head, *body):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     print("\n" + ", ".join(f"{name} {report.version(name) or 'not installed'}" for name in PACKAGES))
     return 0

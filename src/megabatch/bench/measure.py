@@ -29,6 +29,9 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 PAUSE_SECONDS = 0.02
 SHARE_OF_AVAILABLE = 0.9
 
+# Whether this process was started for one measurement, and ends with it.
+expendable = False
+
 # Seconds and, where they are counted, bytes sent of every run of a contender.
 Runs = dict[str, list[tuple[float, int | None]]]
 
@@ -100,7 +103,9 @@ class PeakMemory:
     bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self._allocator = None if device.type == "cpu" else _allocator(device)
+        # torch.cuda, torch.xpu, …; torch.mps counts no peaks.
+        module = getattr(torch, device.type)
+        self._allocator = module if hasattr(module, "reset_peak_memory_stats") else None
         self._device = device
 
     def __enter__(self) -> "PeakMemory":
@@ -114,17 +119,11 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._device.type == "cpu" and self._before is not None:
-            self.bytes = _bytes_of(STATUS, "VmHWM") - self._before
+        if self._device.type == "cpu":
+            self.bytes = None if self._before is None else _bytes_of(STATUS, "VmHWM") - self._before
         elif self._allocator is not None and self._before is not None:
             self._allocator.synchronize(self._device)
             self.bytes = self._allocator.max_memory_allocated(self._device) - self._before
-
-
-def _allocator(device: torch.device) -> Any:
-    """torch.cuda, torch.xpu, …; None where there are no peaks, as in torch.mps."""
-    module = getattr(torch, device.type)
-    return module if hasattr(module, "reset_peak_memory_stats") else None
 
 
 def _forget_peak() -> int | None:
@@ -152,11 +151,11 @@ def return_freed_memory() -> None:
 def limit_memory(limit: int | None, ranks: int, device: torch.device) -> Callable[[], None]:
     """A function that limits this process, once it is called, to `limit` bytes more than it holds now.
 
-    None: to its share of what the machine has, which keeps it from taking down the machine. Only Linux limits, and only
-    the memory of the CPU.
+    None: to its share of what the machine has, which keeps it from taking down the machine. Only Linux limits, only
+    memory of the CPU, and only processes that are `expendable`: nobody can lift the limit again.
     """
     held, available = private_bytes(), available_bytes()
-    if held is None or device.type != "cpu" or (limit is None and available is None):
+    if not expendable or held is None or device.type != "cpu" or (limit is None and available is None):
         return lambda: None
     allowed = held + (limit if limit is not None else int(SHARE_OF_AVAILABLE * (available or 0) / ranks))
     resource: Any = importlib.import_module("resource")
@@ -200,16 +199,14 @@ def stages(step: Callable[[], object], device: torch.device) -> dict[str, float]
     whole = next(event for event in events if event.name == "step").time_range.elapsed_us() / 1e6
     on_device = device.type == "cuda"
     for event in events:
-        if event.name == "step" or (event.device_type == DeviceType.CUDA) != on_device:
+        beside = not on_device and (event.is_async or event.thread != events[0].thread)  # of the step
+        if event.name == "step" or beside or (event.device_type == DeviceType.CUDA) != on_device:
             continue
         name = event.name.lower()
         kind = "products" if event.name in PRODUCTS or "gemm" in name or "cutlass" in name else "other operators"
         if name.startswith(("gloo:", "nccl", "c10d::")):
             kind = "communication"
-        taken = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
-        if event.is_async or event.thread != events[0].thread:  # goes on beside the step
-            continue
-        found[kind] += taken / 1e6
+        found[kind] += (event.time_range.elapsed_us() if on_device else event.self_cpu_time_total) / 1e6
     found["rest"] = max(whole - sum(found.values()), 0.0)
     return found
 

@@ -23,11 +23,10 @@ largest: the largest batch that runs while every rank may take --limit of memory
 included; found by running steps until they fail (its Table 2). products: the matrix products of a step, counted.
 """
 TABLES = ("contest", "largest", "products")
-# In the paper's order; DisCo-CLIP beside them. Then what each of its ideas, and ours, adds.
+# In the paper's order, DisCo-CLIP beside them; then what each of its ideas, and ours, adds.
 METHODS = ("by_hand", "formula", "disco", "ring_only", "two_passes", "ring", "ring_kept")
-# The search starts with so many rows of a rank, tries multiples of UNIT, and ends this near to the edge.
-FIRST_ROWS, UNIT, NEAR = 256, 16, 1 / 16
-COUNTED_ROWS = 64  # of a rank
+# Rows of a rank: the search starts with the first, tries multiples of the second, and ends this near to the edge.
+FIRST_ROWS, UNIT, NEAR, COUNTED_ROWS = 256, 16, 1 / 16, 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +56,9 @@ def main(options: argparse.Namespace) -> int:
 def _beyond(options: argparse.Namespace, limit: int) -> int:
     """What a contest does not show."""
     with runner(options.device) as where:
+        if where.under_torchrun and "largest" in options.tables:
+            print("paper: --tables largest must start its own ranks. Run it without torchrun.", file=sys.stderr)
+            return 2
         ranks = ring.ranks_of(options, where)
         jobs = [(size, name) for size in ranks for name in options.contenders]
         with Session("paper", options, where, len(jobs)) as session:
@@ -65,11 +67,9 @@ def _beyond(options: argparse.Namespace, limit: int) -> int:
                 body = []
                 for contender in entrants(case, options.contenders):
                     count = products(case, contender, where) if "products" in options.tables else None
-                    found = (
-                        largest(case, contender, where, limit, options.time_limit)
-                        if "largest" in options.tables
-                        else None
-                    )
+                    found = None
+                    if "largest" in options.tables:
+                        found = largest(case, contender, where, limit, options.time_limit)
                     body.append(_cells(contender, count, found, size))
                     about = {"width": case.width, "ranks": size, "limit_bytes": limit}
                     figures = {} if found is None else vars(found)
@@ -83,7 +83,7 @@ def _beyond(options: argparse.Namespace, limit: int) -> int:
 def _cells(contender: Contender, count: float | None, found: "Found | None", ranks: int) -> tuple[str, ...]:
     counted = "-" if count is None else f"{count:.2f}"
     if found is None:
-        return contender.title, counted, "-", "-", "-", ""
+        return contender.title, counted, *"---", ""
     least = "≥ " if found.at_least else ""
     return (
         contender.title,
@@ -100,13 +100,8 @@ def _cells(contender: Contender, count: float | None, found: "Found | None", ran
 
 @dataclass(frozen=True)
 class Found:
-    """
-    Attributes:
-        largest_rows: Of the largest batch that ran; 0: none did.
-        step_seconds: Of its step.
-        failed_rows: The smallest batch that ran out of memory; None: none was met.
-        at_least: Nobody knows whether a larger one runs: its step would take too long.
-    """
+    """The largest batch that ran (0: none did), its step, and the smallest that ran out of memory, if one was met.
+    `at_least`: nobody knows whether a larger one runs, for its step would take too long."""
 
     largest_rows: int = 0
     step_seconds: float | None = None

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..distributed.world import World, joined
-from .measure import LOOPBACK
+from . import measure
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 # New processes come from a server that has torch loaded and has done nothing with it.
@@ -55,12 +54,8 @@ class OutOfMemory(Failed):
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs functions where the benchmark is to run.
-
-    Attributes:
-        device: That every rank computes on; ranks on CUDA have one each.
-        world: Of this process. Under torchrun, and on an accelerator, work is done in it.
-    """
+    """Runs functions where the benchmark is to run: under torchrun, and on an accelerator, in this process's world,
+    else in new processes."""
 
     device: str
     world: World
@@ -74,20 +69,18 @@ class Runner:
         """Rank 0 prints and writes."""
         return self.world.rank == 0
 
-    def run(
-        self, ranks: int, function: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def run(self, ranks: int, function: Callable[..., R], *args: Any) -> list[R]:
         """What `function`, known by its module and name, returns on every rank. Raises Failed."""
         if ranks == self.world.size and (self.under_torchrun or self.device != "cpu"):
-            return self._here(function, *args, **kwargs)
-        return launch(self.device, ranks, Bound(function, args, kwargs))
+            return self._here(function, *args)
+        return launch(self.device, ranks, function, args)
 
-    def _here(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
+    def _here(self, function: Callable[..., R], *args: Any) -> list[R]:
         failure, result = "", None
         try:
-            result = function(self.world, *args, **kwargs)
+            result = function(self.world, *args)
         except Exception as error:
-            failure = _one_line(error)
+            failure = f"{type(error).__name__}: {str(error).strip()}"
         # Outside of the handler, so that nothing holds on to what the function held.
         if failure and self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -95,18 +88,6 @@ class Runner:
         if any(failures):
             raise failure_of(next(filter(None, failures)))
         return list(results)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A function with all of its arguments but the world."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Any = None
-
-    def __call__(self, world: World) -> Any:
-        return self.function(world, *self.args, **(self.kwargs or {}))
 
 
 @contextmanager
@@ -117,7 +98,9 @@ def runner(device: str) -> Iterator[Runner]:
         yield Runner(str(world.device) if world.size > 1 else device, world)
 
 
-def launch(device: str, ranks: int, function: Callable[[World], R], patience: float | None = None) -> list[R]:
+def launch(
+    device: str, ranks: int, function: Callable[..., R], args: tuple[Any, ...] = (), patience: float | None = None
+) -> list[R]:
     """In new processes. `patience`: seconds that a rank waits for another before it gives up."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a failure is told once, by us
@@ -137,7 +120,7 @@ def launch(device: str, ranks: int, function: Callable[[World], R], patience: fl
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
         try:
-            results = elastic_launch(config, _child)(device, patience, function)
+            results = elastic_launch(config, _child)(device, patience, function, args)
         except SignalException as received:
             if received.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -161,15 +144,16 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _child(device: str, patience: float | None, function: Callable[[World], R]) -> R:
+def _child(device: str, patience: float | None, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+    measure.expendable = True
     alone = int(os.environ["WORLD_SIZE"]) == 1
     if device == "cpu" and not alone:
         torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        os.environ["GLOO_SOCKET_IFNAME"] = measure.LOOPBACK
         if patience is not None:
             dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     with joined(device) as world:
-        result = function(world)
+        result = function(world, *args)
         world.wait()  # nobody hangs up while another still works
         return result
 
@@ -187,11 +171,6 @@ def _told(error: ChildFailedError, folder: Path) -> str:
     return said
 
 
-def _one_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def failure_of(text: str) -> Failed:
-    text = next((line.strip() for line in text.splitlines() if line.strip()), text)
+    text = text.strip().partition("\n")[0]
     return OutOfMemory("out of memory") if any(words in text for words in _OUT_OF_MEMORY) else Failed(text)

@@ -124,10 +124,6 @@ def small(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def figure(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
 def remark(status: str, note: str) -> str:
     """What stands at the end of a row."""
     word = {"ok": "", "wrong": "WRONG"}.get(status, status)

@@ -17,14 +17,9 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 class Row:
     """Of one contender. `status`: ok, wrong, not installed, cannot run, out of memory, failed.
 
+    Memory is that of one step beyond inputs and gradients (None where it cannot be measured), loss and gradient_norm
+    those at the case's own size, `parts` the seconds of one run as the profiler saw it, `seconds` those of all rounds.
     Over ranks memory is that of the rank that takes most, a run's seconds those of the slowest, bytes the average.
-
-    Attributes:
-        peak_bytes: Of one step, beyond inputs and gradients; None where it cannot be measured.
-        error: The largest of the loss and the features' gradients, relative, against float64.
-        loss, gradient_norm: At the case's own size.
-        parts: Seconds of one run by part, as the profiler saw it.
-        seconds: Of every round.
     """
 
     name: str
@@ -108,7 +103,7 @@ def table(
             row.title,
             report.seconds(row.median),
             report.seconds(row.iqr),
-            *(report.figure(over(row, row_of(rows, base))) for base in ratios.values()),
+            *(str(over(row, row_of(rows, base)) or "-") for base in ratios.values()),
             *(cell(row) for cell in more.values()),
             report.mebibytes(row.peak_bytes) if row.weighed else "-",
             report.remark(row.status, row.note),

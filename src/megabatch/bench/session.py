@@ -24,13 +24,7 @@ INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
 class Session:
-    """
-    Args:
-        name: Of the benchmark.
-        options: The flags that all benchmarks have.
-        steps: Calls of `reached` until it is done.
-        packages: Whose versions are told.
-    """
+    """`steps`: calls of `reached` until it is done; `packages`: whose versions are told."""
 
     def __init__(
         self, name: str, options: argparse.Namespace, runner: Runner, steps: int, packages: Sequence[str] = ()

@@ -21,7 +21,7 @@ from ..train.config import Model, Optimization
 from ..train.optimization import make_optimizer
 from ..train.towers import Towers, make_towers
 from . import flags, measure
-from .cases import Case, Results, Step, results
+from .cases import Case, Results, Step, average, results
 from .contenders import CONTENDERS as LOSS_CONTENDERS
 from .contenders import Contender
 from .loss import hold
@@ -39,8 +39,7 @@ SEED, CAPTION_BYTES = 0, 20
 FEW_ROWS, FEW_CHUNK = 20, 8
 PARTS = ("encoders", "loss", "optimizer")
 LOSSES = ("megabatch", "by_hand", "compiled", "formula")
-# So much more time or memory of a step is worth a change.
-WORTH = 1.1
+WORTH = 1.1  # so much more time or memory of a step is worth a change
 
 
 def towers_of(model: str) -> Towers:
@@ -153,10 +152,7 @@ def step(training: Training, loss: str, chunked: bool) -> Step:
         with record_function("encoders"):
             torch.autograd.backward([*features, scale], [x.grad for x in leaves])
         with record_function("optimizer"):
-            for parameter in training.towers.parameters() if world.size > 1 else ():
-                if parameter.grad is not None:
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad /= world.size
+            average(training.towers.parameters(), world)
             training.optimizer.step()
         return value.detach()
 

@@ -7,11 +7,10 @@ Then those that are right run by turns. Ours must be right for anybody to be tim
 
 import math
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,36 +27,10 @@ from .tolerance import SAME_LOSS, slack
 Parts = Callable[[Callable[[], object], torch.device], dict[str, float]]
 
 
-class Work(Protocol):
-    """What a step works on, in one process. `own_rows`: gradients are of this rank's rows, else all ranks have one."""
-
-    own_rows: bool
-
-    def clear(self) -> None: ...
-
-    def gradients(self) -> Results: ...
-
-
-class Problem(Protocol):
-    """What is measured: frozen, and small enough to be sent to a process, which makes its work out of it."""
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def torch_dtype(self) -> torch.dtype: ...
-
-    def few(self, multiple: int = 1) -> "Problem": ...
-
-    def work(self, world: World) -> Any: ...
-
-    def expected(self, normalizes: bool = False, exact: bool = True) -> Results: ...
+# What is measured, a Case for instance: frozen, and small enough to be sent to a process. It has rows, ranks, scale and
+# torch_dtype; few(), the same with few rows; work(world), what a rank computes on; expected(), what it should get.
+# A work has clear(), gradients(), and own_rows: gradients are of this rank's rows, else all ranks have the same.
+Problem = Any
 
 
 @dataclass(frozen=True)
@@ -88,10 +61,9 @@ def contest(
     """A row for each. `reached` is called once per contender, and once for the race; `parts` is the profiler's view of
     a step, to be taken of everyone."""
     rows = []
-    with tempfile.TemporaryDirectory(prefix="megabatch-") as folder:
-        for contender in contenders:
-            rows.append(_enter(problem, contender, rules, runner, Path(folder)))
-            reached()
+    for contender in contenders:
+        rows.append(_enter(problem, contender, rules, runner))
+        reached()
     by_name = {contender.name: contender for contender in contenders}
     _hold_together(problem, rows, by_name)
     if rules.repeats and not any(by_name[row.name].ours and row.status == "wrong" for row in rows):
@@ -113,20 +85,16 @@ def _fail(row: Row, failure: Failed) -> None:
     row.status, row.note = ("out of memory", "") if isinstance(failure, OutOfMemory) else ("failed", str(failure))
 
 
-def _enter(problem: Problem, contender: Contender, rules: Rules, runner: Runner, folder: Path) -> Row:
-    row = Row(contender.name, title(contender, problem.ranks))
+def _enter(problem: Problem, contender: Contender, rules: Rules, runner: Runner) -> Row:
+    threads = f", {_threads(problem.ranks)} threads" if contender.alone else ""
+    row = Row(contender.name, contender.title + threads)
     try:
-        truth = _truth(problem, contender, rules, runner, folder)
-        found = runner.run(problem.ranks, examine, problem, row, contender, rules, truth)
+        found = runner.run(problem.ranks, examine, problem, row, contender, rules)
     except Failed as failure:
         _fail(row, failure)
         return row
     peaks = [each.peak_bytes for each in found if each.peak_bytes is not None]
     return replace(found[0], peak_bytes=max(peaks, default=None))
-
-
-def title(contender: Contender, ranks: int) -> str:
-    return f"{contender.title}, {_threads(ranks)} threads" if contender.alone else contender.title
 
 
 def _threads(ranks: int) -> int:
@@ -137,8 +105,8 @@ def _threads(ranks: int) -> int:
 # ---- in the processes of one contender
 
 
-def examine(world: World, problem: Problem, row: Row, contender: Contender, rules: Rules, truth: Path | None) -> Row:
-    """Fills in whether the contender is right, what memory it takes and, where the truth is in a file, its error."""
+def examine(world: World, problem: Problem, row: Row, contender: Contender, rules: Rules) -> Row:
+    """Fills in whether the contender is right, what memory it takes and, up to some number of rows, its error."""
     measure.return_freed_memory()
     own, takes_part = _world_of(world, contender)
     try:
@@ -156,7 +124,7 @@ def examine(world: World, problem: Problem, row: Row, contender: Contender, rule
         row.convict(wrong)
         return row
     if takes_part:
-        _weigh(problem, own, contender, row, rules, truth)
+        _weigh(problem, own, contender, row, rules)
     totals = world.gather((row.loss, row.gradient_norm, row.error))
     everyones = [each for each in totals if each[0] is not None]
     row.loss = statistics.mean(loss for loss, _, _ in everyones)
@@ -179,7 +147,9 @@ def _results(problem: Problem, world: World, contender: Contender) -> Results:
         return results(contender.make(work), work)
 
 
-def _weigh(problem: Problem, world: World, contender: Contender, row: Row, rules: Rules, truth: Path | None) -> None:
+def _weigh(problem: Problem, world: World, contender: Contender, row: Row, rules: Rules) -> None:
+    wanted = problem.rows <= rules.error_rows and problem.ranks == 1
+    truth = problem.exact(contender.normalizes) if wanted else None
     with _own_threads(contender, problem.ranks):
         limit = measure.limit_memory(rules.limit, problem.ranks, world.device)
         work = problem.work(world)
@@ -200,21 +170,18 @@ def _weigh(problem: Problem, world: World, contender: Contender, row: Row, rules
         if not work.own_rows:  # all ranks have the same: their share of it, for what is added up
             row.gradient_norm *= math.sqrt(world.size)
         if truth is not None:
-            row.error = error({"loss": loss, **gradients}, torch.load(truth, weights_only=True))
+            row.error = error({"loss": loss, **gradients}, truth)
 
 
-class _own_threads:
+@contextmanager
+def _own_threads(contender: Contender, ranks: int) -> Iterator[None]:
     """One process beside ranks has the threads of all of them, as long as it works."""
-
-    def __init__(self, contender: Contender, ranks: int) -> None:
-        self._threads = _threads(ranks) if contender.alone else torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(_threads(ranks) if contender.alone else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---- is it right?
@@ -256,21 +223,6 @@ def fault(problem: Problem, contender: Contender, found: Sequence[Results]) -> s
     return ""
 
 
-def _truth(problem: Problem, contender: Contender, rules: Rules, runner: Runner, folder: Path) -> Path | None:
-    """A file with the results in float64 at the problem's own size; None where nobody's error is measured."""
-    exact = getattr(problem, "exact", None)
-    if exact is None or contender.bare or problem.ranks > 1 or problem.rows > rules.error_rows:
-        return None
-    path = folder / f"{contender.normalizes}.pt"
-    if not path.exists():
-        runner.run(1, _write_truth, problem, contender.normalizes, path)
-    return path
-
-
-def _write_truth(world: World, problem: Any, normalizes: bool, path: Path) -> None:
-    torch.save(problem.exact(normalizes), path)
-
-
 def error(got: Results, truth: Results) -> float:
     """The largest of the loss and the features' gradients, each relative to the largest element of its truth."""
     named = [name for name in truth if name == "loss" or "features" in name]
@@ -287,9 +239,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def _hold_together(problem: Problem, rows: Sequence[Row], by_name: dict[str, Contender]) -> None:
     """At the problem's own size, where the dense loss may not fit: everybody against the first of ours."""
-    measured = [row for row in rows if row.status == "ok" and row.loss is not None]
-    normalizing = {by_name[row.name].normalizes for row in measured}
-    for normalizes in normalizing:
+    measured = [row for row in rows if row.weighed]
+    for normalizes in {by_name[row.name].normalizes for row in measured}:
         alike = [row for row in measured if by_name[row.name].normalizes == normalizes]
         base = next((row for row in alike if by_name[row.name].ours), alike[0])
         for row in alike:
@@ -305,11 +256,7 @@ def _hold_together(problem: Problem, rows: Sequence[Row], by_name: dict[str, Con
 
 
 def race(
-    world: World,
-    problem: Problem,
-    contenders: Sequence[Contender],
-    rules: Rules,
-    parts: Parts | None = None,
+    world: World, problem: Problem, contenders: Sequence[Contender], rules: Rules, parts: Parts | None = None
 ) -> tuple[measure.Runs, dict[str, dict[str, float]]]:
     """Everyone by turns: seconds and bytes sent of every run, and the parts of one more run."""
     measure.limit_memory(None, world.size, world.device)()
@@ -322,30 +269,25 @@ def race(
             works[contender.alone] = problem.work(own)
         if takes_part:
             mine.add(contender.name)
-            steps[contender.name] = _Afresh(contender, works[contender.alone], problem.ranks)
+            steps[contender.name] = _afresh(contender, works[contender.alone], problem.ranks)
         else:
-            steps[contender.name] = _nothing
+            steps[contender.name] = lambda: None
     runs = measure.rounds(world, steps, mine, rules.repeats, rules.seconds)
     if parts is None:
         return runs, {}
     return runs, {name: parts(steps[name], world.device) for name in steps if name in mine and name != "products"}
 
 
-def _nothing() -> None:
-    pass
-
-
-class _Afresh:
+def _afresh(contender: Contender, work: Any, ranks: int) -> Callable[[], None]:
     """A step that begins without gradients."""
+    step = contender.make(work)
 
-    def __init__(self, contender: Contender, work: Any, ranks: int) -> None:
-        self._contender, self._work, self._ranks = contender, work, ranks
-        self._step = contender.make(work)
+    def run() -> None:
+        work.clear()
+        with _own_threads(contender, ranks):
+            step()
 
-    def __call__(self) -> None:
-        self._work.clear()
-        with _own_threads(self._contender, self._ranks):
-            self._step()
+    return run
 
 
 def _record(row: Row, runs: Sequence[list[tuple[float, int | None]]], contender: Contender) -> None:

@@ -14,6 +14,7 @@ import torch
 from megabatch.bench import report
 from megabatch.bench.cases import Case
 from megabatch.bench.contenders import CONTENDERS, PACKAGES
+from megabatch.bench.flags import positive
 from megabatch.bench.processes import Runner
 from megabatch.bench.results import Row, over, row_of, table
 from megabatch.bench.trial import Rules, contest
@@ -49,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="exactness only, few cases of tiny sizes")
     parser.add_argument("--skip-speed", action="store_true", help="everything but speed and memory")
     parser.add_argument(
-        "--rows", type=_positive, nargs="+", metavar="N", help="rows of the batch of the speed table, of all ranks"
+        "--rows", type=positive, nargs="+", metavar="N", help="rows of the batch of the speed table, of all ranks"
     )
-    parser.add_argument("--width", type=_positive, metavar="D", help="width of the features of the speed table")
+    parser.add_argument("--width", type=positive, metavar="D", help="width of the features of the speed table")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON to this file")
 
 
@@ -69,12 +70,6 @@ def _device(word: str) -> str:
             f"Use torchrun --nproc-per-node {here}."
         )
     return word
-
-
-def _positive(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {word!r}.")
-    return int(word)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -126,7 +121,7 @@ class Check:
         return 0 if verdict.startswith("OK") else 1
 
     def _section(self, name: str, work: Callable[[str], None]) -> None:
-        """A section that breaks is a failure of its own, and the next one follows. Ranks would lose each other."""
+        """One that breaks is a failure of its own, and the next one follows. Ranks would lose each other."""
         try:
             work(name)
         except Exception as error:
