@@ -46,7 +46,7 @@ The same trainer takes one step at batch {batch:,}, in a process that may take {
 torch take themselves. Icons repeat until the batch is full; rows with the same name are not each other's negatives.
 """
 LOSSES = ("formula", "compiled", "megabatch")
-SIZES, QUICK_SIZES = [1024, 2048, 4096, 8192, 16384, 32768], [256, 1024, 4096]
+SIZES, QUICK_SIZES = [1024, 2048, 4096, 8192, 16384], [256, 1024, 4096]
 FEW_ROUNDS_FROM = 8192  # rows: rounds of these take long
 SAME_STEPS, SAME = 10, 1e-5  # over so many steps, loss curves may differ by so much
 RECALLS, LEARNED = (1, 5, 10), 0.10  # the last recall, at least, both ways
