@@ -77,7 +77,7 @@ def pool() -> Iterator[Pool]:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks without processes of their own, so that what a test patches reaches the work."""
 
-    def launch(device: str, ranks: int, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
+    def launch(device: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         assert ranks == 1
         try:
             return [function(World(torch.device(device)), *args)]

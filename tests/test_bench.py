@@ -86,8 +86,8 @@ def test_a_process_that_dies_says_how():
     with pytest.raises(processes.Failed, match="ZeroDivisionError: no division"):
         processes.launch("cpu", 1, divide)
     with pytest.raises(processes.OutOfMemory):
-        processes.launch("cpu", 1, take, (8 * MIB, 64 * MIB))
-    assert processes.launch("cpu", 1, take, (64 * MIB, 8 * MIB)) == [8 * MIB]
+        processes.launch("cpu", 1, take, 8 * MIB, 64 * MIB)
+    assert processes.launch("cpu", 1, take, 64 * MIB, 8 * MIB) == [8 * MIB]
 
 
 def abort(world: World) -> None:
@@ -497,8 +497,9 @@ def test_a_word_means_one_thing_in_every_benchmark(name):
     actions = parser_of(name)._option_string_actions
     assert {"--json", "--csv", "--rows"} <= set(actions)
     assert actions["--rows"].help.startswith("rows of the batch, of all ranks")
-    if name != "gradients":  # which runs once, over gloo
-        assert {"--device", "--repeats", "--limit"} <= set(actions)
+    assert "--device" in actions
+    if name != "gradients":  # which runs once
+        assert {"--repeats", "--limit"} <= set(actions)
         assert actions["--repeats"].default >= 7
         assert actions["--limit"].type.__name__ == "memory"
     assert not {"--dtypes", "--widths", "--bandwidth"} & set(actions)

@@ -41,13 +41,17 @@ def test_every_way_to_encode_in_chunks_gives_the_same_gradients(task):
 @pytest.mark.usefixtures("inline")
 def test_a_wrong_gradient_in_chunks_gets_no_figures_for_anyone(monkeypatch, tmp_path):
     right = megabatch.chunked
-    monkeypatch.setattr(megabatch, "chunked", lambda *args, **options: right(*args, **options) * 1.001)
+
+    def weaker(*args: Any, **options: Any) -> Any:
+        features = right(*args, **options)
+        return 0.99 * features + 0.01 * features.detach()
+
+    monkeypatch.setattr(megabatch, "chunked", weaker)
     path = tmp_path / "out.json"
     words = ["--tasks", "vision", "--contenders", "megabatch", "by_hand", "--json", str(path)]
-    assert main(["chunked", "--quick", *words]) == 1 or megabatch.chunked is right
+    assert main(["chunked", "--quick", *words]) == 1
     (case,) = json.loads(path.read_text())["cases"]
-    statuses = {row["name"]: row["status"] for row in case["contenders"]}
-    assert statuses["by_hand"] == "ok"
+    assert {row["name"]: row["status"] for row in case["contenders"]} == {"megabatch": "wrong", "by_hand": "ok"}
     assert all(row["seconds"] == [] for row in case["contenders"])
 
 

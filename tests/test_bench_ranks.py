@@ -107,9 +107,9 @@ def ranks_of(world: World, fails: int) -> int:
 
 
 def test_ranks_find_each_other_and_the_first_to_fail_is_heard():
-    assert processes.launch("cpu", 3, ranks_of, (-1,)) == [0, 1, 2]
+    assert processes.launch("cpu", 3, ranks_of, -1) == [0, 1, 2]
     with pytest.raises(processes.Failed, match=r"^ValueError: just so$"):
-        processes.launch("cpu", 2, ranks_of, (1,))
+        processes.launch("cpu", 2, ranks_of, 1)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_gradients_over_ranks_are_those_of_one_process(tmp_path, capsys):
 
 
 def test_a_gradient_of_ours_that_is_off_is_wrong_and_only_ours_can_be():
-    found = gradients.examine(Contender("x", "", weaker, ("clip",), ours=True), 16, 8, 2, 20)
+    found = gradients.examine(Contender("x", "", weaker, ("clip",), ours=True), 16, 8, 2, RUNNER)
     assert found.gradient == pytest.approx(1, abs=0.01)
     assert found.wrong
     right = Outcome("x", "megabatch", True, gradient=1.0, cosine=1.0, scale=1.0, value="global", uneven="works")

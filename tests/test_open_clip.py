@@ -424,8 +424,8 @@ def step_within(world: World, limit: int, kind: str, whose: str) -> float:
 def test_goes_on_where_the_original_runs_out_of_memory(kind: str) -> None:
     """A matrix of logits is 256 MiB, and the activations of the towers take less than another."""
     with pytest.raises(processes.OutOfMemory):
-        processes.launch("cpu", 1, step_within, (500 * MIB, kind, "original"))
-    assert processes.launch("cpu", 1, step_within, (500 * MIB, kind, "ours"))[0] > 0
+        processes.launch("cpu", 1, step_within, 500 * MIB, kind, "original")
+    assert processes.launch("cpu", 1, step_within, 500 * MIB, kind, "ours")[0] > 0
 
 
 # ---- what is answered by a line, and what is refused

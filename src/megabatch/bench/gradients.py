@@ -28,7 +28,7 @@ from .contenders import (
     package,
     sentence_transformers,
 )
-from .processes import Failed, launch, runner
+from .processes import Failed, Runner, launch, runner
 from .session import Session
 from .trial import combined
 
@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=flags.positive, default=16, metavar="D", help="width of the features")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="which losses")
     parser.add_argument("--packages", nargs="+", choices=packages, default=packages, help="whose losses")
+    parser.add_argument("--device", type=flags.device, default="cpu", help="where: cpu, cuda, cuda:1, …")
     parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for a silent rank")
     flags.add_files(parser, plots=False)
 
@@ -125,47 +126,45 @@ class Outcome:
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.ranks < 2 or options.rows % options.ranks:
-        got = f"{options.rows} rows for {options.ranks} ranks"
-        print(f"gradients: --ranks must be 2 or more and divide --rows, got {got}.", file=sys.stderr)
-        return 2
     chosen = [one for one in SETTINGS.values() if one.package in options.packages and one.losses[0] in options.losses]
     body = []
-    with runner("cpu") as where, Session("gradients", options, where, len(chosen), PACKAGES) as session:
-        try:
-            for contender in chosen:
-                outcome = examine(contender, options.rows, options.width, options.ranks, options.timeout)
-                body.append(_cells(outcome))
-                about = {"rows": options.rows, "ranks": options.ranks, "width": options.width}
-                session.add(about, [{**asdict(outcome), "wrong": outcome.wrong}], healthy=not outcome.wrong)
-                session.reached()
-        finally:  # Ctrl-C leaves those that are done
-            session.show(f"{options.ranks} ranks, N={options.rows}, D={options.width}", HEAD, body)
+    with runner(options.device) as where:
+        ranks, rows, width = where.world.size if where.under_torchrun else options.ranks, options.rows, options.width
+        if ranks < 2 or rows % ranks:
+            got = f"{rows} rows for {ranks} ranks"
+            print(f"gradients: --ranks must be 2 or more and divide --rows, got {got}.", file=sys.stderr)
+            return 2
+        with Session("gradients", options, where, len(chosen), PACKAGES) as session:
+            try:
+                for contender in chosen:
+                    outcome = examine(contender, rows, width, ranks, where, options.timeout)
+                    body.append(_cells(outcome))
+                    records = [{**asdict(outcome), "wrong": outcome.wrong}]
+                    session.add({"rows": rows, "ranks": ranks, "width": width}, records, healthy=not outcome.wrong)
+                    session.reached()
+            finally:  # Ctrl-C leaves those that are done
+                session.show(f"{ranks} ranks, N={rows}, D={width}", HEAD, body)
     return session.exit_code
 
 
-def examine(contender: Contender, rows: int, width: int, ranks: int, timeout: float) -> Outcome:
-    outcome = Outcome(contender.name, contender.package, contender.ours)
+def examine(contender: Contender, rows: int, width: int, ranks: int, where: Runner, timeout: float = 20.0) -> Outcome:
+    outcome, other = (Outcome(contender.name, contender.package, contender.ours) for _ in range(2))
+    # Every other rank has about a third less.
     even = [rows // ranks] * ranks
+    uneven = [size - (rank % 2) * max(size * 3 // 8, 1) for rank, size in enumerate(even)]
     try:
-        found: list[Any] = launch("cpu", ranks, step, (contender, even, width), timeout)
-    except Failed as failure:
+        _compare(outcome, contender, even, width, where, timeout)
+    except (Failed, CannotRun) as failure:
         outcome.status = str(failure)
         return outcome
-    if isinstance(found[0], str):
-        outcome.status = found[0]
+    if where.under_torchrun and not contender.ours:
+        outcome.uneven = "not run: a crash would end all ranks of torchrun"
         return outcome
-    truth = Case(contender.losses[0], rows, width).expected(contender.normalizes)
-    _compare(outcome, contender, found, truth)
-    # Every other rank has about a third less, in processes of their own: some crash or hang.
-    sizes = [size - (rank % 2) * max(size * 3 // 8, 1) for rank, size in enumerate(even)]
     try:
-        found = launch("cpu", ranks, step, (contender, sizes, width), timeout)
+        _compare(other, contender, uneven, width, where, timeout)
     except Failed as failure:
         outcome.uneven = str(failure)
         return outcome
-    other = Outcome(contender.name, "", False)
-    _compare(other, contender, found, Case(contender.losses[0], sum(sizes), width).expected(contender.normalizes))
     right = _near(other.gradient, 1) and _near(other.cosine, 1)
     outcome.uneven = "works" if right else f"runs; gradient {other.gradient:.3f}, cosine {other.cosine:.3f}"
     return outcome
@@ -173,16 +172,26 @@ def examine(contender: Contender, rows: int, width: int, ranks: int, timeout: fl
 
 def step(world: World, contender: Contender, sizes: list[int], width: int) -> Results | str:
     """The results of one rank, or why there are none."""
-    work = Case(contender.losses[0], sum(sizes), width, ranks=world.size).work(world, sizes)
+    case = Case(contender.losses[0], sum(sizes), width, device=str(world.device), ranks=world.size)
+    work = case.work(world, sizes)
     try:
-        return results(contender.make(work), work)
+        return {name: x.cpu() for name, x in results(contender.make(work), work).items()}
     except NotInstalled:
         return "not installed"
     except CannotRun as reason:
         return str(reason)
 
 
-def _compare(outcome: Outcome, contender: Contender, found: list[Results], truth: Results) -> None:
+def _compare(
+    outcome: Outcome, contender: Contender, sizes: list[int], width: int, where: Runner, timeout: float
+) -> None:
+    """In processes of their own, for some crash or hang; under torchrun in its ranks. Raises Failed or CannotRun."""
+    run = where.run if where.under_torchrun else partial(launch, where.device, patience=timeout)
+    found: list[Any] = run(len(sizes), step, contender, sizes, width)
+    if isinstance(found[0], str):
+        raise CannotRun(found[0])
+    case = Case(contender.losses[0], sum(sizes), width, device=where.device)
+    truth = {name: x.cpu() for name, x in case.expected(contender.normalizes).items()}
     got = combined(found, contender.grad_reduction)
     mine, exact = (torch.cat([x[name].flatten() for name in truth if "features" in name]) for x in (got, truth))
     outcome.gradient = (mine.norm() / exact.norm()).item()

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, losses: tuple[str, ...] = ("c
     flags.add_files(parser)
 
 
-def main(options: argparse.Namespace) -> int:
-    return measure("loss", options)
-
-
-def measure(name: str, options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, name: str = "loss") -> int:
     flags.shrink(options, rows=[40, 80], width=[8])
     with runner(options.device) as where:
         return hold(name, options, where, cases_of(options, where, options.losses, [where.world.size]), table_of)

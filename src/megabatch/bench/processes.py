@@ -73,7 +73,7 @@ class Runner:
         """What `function`, known by its module and name, returns on every rank. Raises Failed."""
         if ranks == self.world.size and (self.under_torchrun or self.device != "cpu"):
             return self._here(function, *args)
-        return launch(self.device, ranks, function, args)
+        return launch(self.device, ranks, function, *args)
 
     def _here(self, function: Callable[..., R], *args: Any) -> list[R]:
         failure, result = "", None
@@ -98,9 +98,7 @@ def runner(device: str) -> Iterator[Runner]:
         yield Runner(str(world.device) if world.size > 1 else device, world)
 
 
-def launch(
-    device: str, ranks: int, function: Callable[..., R], args: tuple[Any, ...] = (), patience: float | None = None
-) -> list[R]:
+def launch(device: str, ranks: int, function: Callable[..., R], *args: Any, patience: float | None = None) -> list[R]:
     """In new processes. `patience`: seconds that a rank waits for another before it gives up."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # a failure is told once, by us

@@ -39,12 +39,8 @@ def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int] = (2, 4)) 
     )
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace, name: str = "ring") -> int:
     flags.shrink(options, rows=[64], width=[8], ranks=[2])
-    return measure("ring", options)
-
-
-def measure(name: str, options: argparse.Namespace) -> int:
     with runner(options.device) as where:
         ranks = ranks_of(options, where)
         if min(ranks) < 2:
