@@ -31,9 +31,10 @@ from megabatch.bench.command import COMMANDS as BENCHMARKS
 from megabatch.bench.contenders import CONTENDERS, Contender
 from megabatch.check import command, gpu
 from megabatch.check.cases import LOSSES, cases
-from megabatch.check.command import DENSE, SECTIONS, Check, status, summary
+from megabatch.check.command import SECTIONS, Check
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
 from megabatch.check.gpu import FAILED, HALF, NOT_RUN, OK, OPTIONS, PLAIN, SCALE, Call, Finding, calls, raised
+from megabatch.check.report import DENSE, status, summary
 from megabatch.cli import COMMANDS, main
 
 from .interpreter import spare_repeated_patches
@@ -410,11 +411,11 @@ def check_speed_over_ranks(rank: int, group: Any) -> tuple[int, str]:
 
 
 def test_ranks_are_measured_against_the_dense_loss_over_ranks(pool: Pool) -> None:
-    (code, text), *others = pool.run(2, check_speed_over_ranks)
+    (code, text), *others = pool.run(4, check_speed_over_ranks)
     assert code == 0, text
     assert all(other == (0, "") for other in others)
     clip, siglip = printed_document(text)["speed"]
-    assert (clip["ranks"], siglip["loss"]) == (2, "siglip")
+    assert (clip["ranks"], siglip["loss"]) == (4, "siglip")
     rows = {row["name"]: row for row in clip["contenders"]}
     assert [*rows][:4] == ["ring", "gather", DENSE, "by_hand"]
     for name in ("ring", "gather", DENSE, "by_hand"):

@@ -16,7 +16,7 @@ from megabatch.bench.cases import Case
 from megabatch.bench.contenders import CONTENDERS, PACKAGES
 from megabatch.bench.flags import positive
 from megabatch.bench.processes import Runner
-from megabatch.bench.results import Row, over, row_of, table
+from megabatch.bench.results import Row, table
 from megabatch.bench.trial import Rules, contest
 
 from ..distributed.world import World, joined
@@ -24,6 +24,7 @@ from . import gpu
 from .cases import DTYPES, LOSSES, cases
 from .exactness import RETRIEVAL, Comparison, Way, compare_loss, compare_retrieval, merged, refusal
 from .gpu import FAILED, NOT_RUN, OK, Finding
+from .report import DENSE, beside_dense, cell, described, status, summary
 
 DESCRIPTION = """\
 Is megabatch exact on this machine, and how fast is it? Every loss, dtype and backend against megabatch.reference in
@@ -37,7 +38,6 @@ BACKENDS = ("eager", "triton")
 SECTIONS = ("host reads", "launches", "graphs")
 # Rows, width and dtype of the speed table.
 ON_GPU, ON_CPU = ([8192, 32768], 768, "bfloat16"), ([4096], 512, "float32")
-DENSE = "formula"
 PEERS = (DENSE, "by_hand", "compiled", "open_clip", "inf_cl", "siglip_kernel")
 MOST_SHOWN, NAME_WIDTH, CELL_WIDTH = 10, 44, 12
 
@@ -106,7 +106,7 @@ class Check:
         self.reasons = self._reasons()
         self.interpreted = self.world.device.type == "cpu" and bool(self._able("triton"))
         self.machine = {**report.machine(self.world, ("triton", *PACKAGES)), "triton_interpreted": self.interpreted}
-        self._say(_described(self.machine))
+        self._say(described(self.machine))
         self.refused = self._refused()
         if any(not reason for reason in self.reasons.values()):
             self._section("exactness", self._exactness)
@@ -204,7 +204,7 @@ class Check:
             for way in dict.fromkeys(found.way for found in everywhere):
                 here = [found for found in everywhere if found.way == way]
                 by_dtype = ([found for found in here if found.dtype == dtype] for dtype in self.options.dtype)
-                line(f"{function}, {way}", map(_cell, by_dtype))
+                line(f"{function}, {way}", map(cell, by_dtype))
         wrong = [found for found in self.comparisons if not found.ok]
         for found in wrong[:MOST_SHOWN]:
             self._say(f"WRONG: {found}")
@@ -315,7 +315,7 @@ class Check:
         left_out = {name: found[0].note for name, found in self.findings.items() if status(found) == NOT_RUN}
         if left_out:
             parts.append(f"not run: {', '.join(left_out)} ({next(iter(left_out.values()))})")
-        return "; ".join([*parts, *(words for case, rows in self.speed[:1] if (words := _beside_dense(case, rows)))])
+        return "; ".join([*parts, *(words for case, rows in self.speed[:1] if (words := beside_dense(case, rows)))])
 
     def _publish(self, verdict: str) -> None:
         if self.world.rank == 0 and self.options.json:
@@ -364,49 +364,3 @@ class Check:
             "verdict": verdict,
             **({"comparisons": [found.record() for found in self.comparisons]} if whole else {}),
         }
-
-
-def _described(machine: dict[str, Any]) -> str:
-    ranks = f"{machine['ranks']} ranks over {machine['group']}"
-    if machine["ranks"] == 1:
-        ranks = "one process; for ranks: torchrun --nproc-per-node 4 -m megabatch check"
-    interpreted = "\nTriton's kernels are interpreted on the CPU" if machine["triton_interpreted"] else ""
-    return f"{report.describe(machine)}\n{ranks}{interpreted}"
-
-
-def _cell(comparisons: Sequence[Comparison]) -> str:
-    """The worst error as a share of what is allowed."""
-    if not comparisons:
-        return "-"
-    wrong = sum(not found.ok for found in comparisons)
-    return f"{wrong}/{len(comparisons)} WRONG" if wrong else f"{max(found.share for found in comparisons):.2f}"
-
-
-def _beside_dense(case: Case, rows: Sequence[Row]) -> str:
-    """In words; "" where there is nothing to compare."""
-    ours, dense = rows[0], row_of(rows, DENSE)
-    if dense is None or not ours.seconds:
-        return ""
-    ratio = over(dense, ours)
-    if ratio is None:
-        return f"{case}: dense {report.remark(dense.status, dense.note)}"
-    words = f"{case}: {ratio.median:.1f} times as fast as dense"
-    if ours.peak_bytes and dense.peak_bytes:
-        words += f", in {ours.peak_bytes / dense.peak_bytes:.1%} of its memory"
-    return words
-
-
-def status(findings: Sequence[Finding]) -> str:
-    """Of a section: failed if anything did, not run if nothing ran."""
-    seen = {found.status for found in findings}
-    return FAILED if FAILED in seen else OK if OK in seen else NOT_RUN
-
-
-def summary(section: str, findings: Sequence[Finding]) -> str:
-    """One line."""
-    failed = [found for found in findings if found.status == FAILED]
-    if failed:
-        return f"{section}: {len(failed)} of {len(findings)} FAILED, first: {failed[0]}"
-    if status(findings) == NOT_RUN:
-        return f"{section}: not run" + (f": {findings[0].note}" if findings else "")
-    return f"{section}: {sum(found.status == OK for found in findings)} of {len(findings)} ok"
