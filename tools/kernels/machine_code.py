@@ -87,7 +87,7 @@ def family(matrix: tuple[str, ...]) -> str:
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"bench kernels: a compiler's report must hold {pattern!r}. Is this version of Triton known?")
+        raise ValueError(f"kernels: a compiler's report must hold {pattern!r}. Is this version of Triton known?")
     return int(found.group(1))
 
 

@@ -3,6 +3,7 @@
 In a process of its own a contender's memory, its state and its death are its own too. Results come from all ranks.
 """
 
+import json
 import logging
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,16 +33,10 @@ R = TypeVar("R")
 # New processes come from a server that has torch loaded and has done nothing with it.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 PRELOADED = ["megabatch.bench.trial", "torch._dynamo"]
-_OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "Cannot allocate memory",
-    "MemoryError",
-    "OutOfMemoryError",
-    "SIGKILL",  # the kernel's way to say so
-)
+# SIGKILL is the kernel's way to say so.
+_OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory|bad_alloc|MemoryError|SIGKILL")
+# What a rank says when it is not the one to blame.
+_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Failed(Exception):
@@ -157,18 +152,18 @@ def _child(device: str, patience: float | None, function: Callable[..., R], args
 
 
 def _told(error: ChildFailedError, folder: Path) -> str:
-    """What the rank that failed first said, or what a C++ exception said before it ended the process."""
+    """What a rank said, rather than one that only misses another; or a C++ exception before it ended the process."""
+    said = [json.loads(file.read_text())["message"]["message"] for file in folder.rglob("error.json")]
+    said.sort(key=lambda words: any(echo in words for echo in _ECHOES))
     _, failure = error.get_first_failure()
-    told: Any = failure.message
-    said: str = told["message"] if isinstance(told, dict) else f"killed by {failure.signal_name()}"
-    if failure.exitcode < 0:
-        for log in folder.rglob("stderr.log"):
-            with suppress(OSError):
-                for found in re.findall(r"what\(\): (.*)", log.read_text(errors="replace")):
-                    return f"{said}: " + re.sub(r"\[enforce fail at \S+\] ", "", found.strip())
-    return said
+    if said and not any(echo in said[0] for echo in _ECHOES):
+        return str(said[0])
+    errors = "\n".join(log.read_text(errors="replace") for log in folder.rglob("stderr.log"))
+    for found in re.findall(r"what\(\): (.*)", errors):
+        return "killed by SIGABRT: " + re.sub(r"\[enforce fail at \S+\] ", "", found.strip())
+    return f"killed by {failure.signal_name()}" if failure.exitcode < 0 or not said else str(said[0])
 
 
 def failure_of(text: str) -> Failed:
     text = text.strip().partition("\n")[0]
-    return OutOfMemory("out of memory") if any(words in text for words in _OUT_OF_MEMORY) else Failed(text)
+    return OutOfMemory("out of memory") if _OUT_OF_MEMORY.search(text) else Failed(text)
