@@ -92,7 +92,7 @@ format: setup
 	$(PY) -m ruff format .
 
 demo: setup
-	$(PY) -m megabatch bench demo
+	$(PY) -m tools.demo
 
 bench: setup
 	$(PY) -m megabatch bench loss

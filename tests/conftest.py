@@ -28,7 +28,8 @@ import pytest
 import torch
 
 from megabatch.backends import workspace
-from megabatch.bench.instruments import processes
+from megabatch.bench import processes
+from megabatch.distributed.world import World
 
 from .ranks import Pool
 
@@ -47,8 +48,8 @@ UNINITIALISED = [
 
 # The files that take longest begin, so that two workers end together. Those that wait for processes of their own much
 # of the time alternate with those that compute.
-LONGEST = ["examples", "triton", "bench_demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
-LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "bench_kernels"]
+LONGEST = ["examples", "triton", "demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
+LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "kernels"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,13 +82,14 @@ def pool() -> Iterator[Pool]:
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks without processes of their own, so that what a test patches reaches the work."""
 
-    def run(function: Callable[..., Any], *args: Any) -> Any:
+    def launch(device: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        assert ranks == 1
         try:
-            return function(*args)
+            return [function(World(torch.device(device)), *args)]
         except Exception as error:
-            raise processes.failure_of(error) from error
+            raise processes.failure_of(f"{type(error).__name__}: {error}") from error
 
-    monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(processes, "launch", launch)
 
 
 @pytest.fixture

@@ -1,305 +1,295 @@
-"""The benchmark commands over ranks: what they print and write, what they refuse, and their instruments."""
+"""Benchmarks over ranks: one batch spread over processes, the paper's tables, tiles, and gradients."""
 
 import json
-import os
-import shutil
-import statistics
+import subprocess
 import sys
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megabatch import reference
-from megabatch.bench import report
-from megabatch.bench.cases import Case
-from megabatch.bench.gradients import contenders as peers
-from megabatch.bench.gradients import trial as gradients_trial
-from megabatch.bench.gradients.trial import Ratios, Setting, Step
-from megabatch.bench.instruments import processes, wire
-from megabatch.bench.instruments.ranks import Crew, Member
-from megabatch.bench.loss import contenders
-from megabatch.bench.ring import command as ring
-from megabatch.bench.ring import trial as ring_trial
-from megabatch.bench.ring.contenders import ENTRANTS
-from megabatch.bench.ring.trial import Digest, Row, Taken
+from megabatch.bench import gradients, measure, paper, processes
+from megabatch.bench.cases import Case, results
+from megabatch.bench.contenders import CONTENDERS, Contender, ours
+from megabatch.bench.gradients import SETTINGS, Outcome, value_of
+from megabatch.bench.processes import Runner
+from megabatch.bench.tiling import contenders as tilings
+from megabatch.bench.trial import Rules, combined, contest
+from megabatch.distributed.world import World
 
 from .benchmarks import main
+from .ranks import PATIENCE
 
 MIB = 2**20
-NET_DEV = """\
-Inter-|   Receive                                                |  Transmit
- face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier
-    lo:     111      2    0    0    0     0          0         0      333      4    0    0    0     0       0
-  eth0:     555      6    0    0    0     0          0         0      777      8    0    0    0     0       0
-"""
+RUNNER = Runner("cpu", World(torch.device("cpu")))
+ON_RANKS = [one for one in CONTENDERS.values() if one.takes_part("clip", 2, "cpu") and not one.package]
 
 
-def rows_of(path: Path) -> dict[str, dict[str, Any]]:
-    (case,) = json.loads(path.read_text())["cases"]
-    return {row["name"]: row for row in case["contenders"]}
+def document(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
-def add_up(member: Member) -> tuple[int, torch.Tensor | None]:
-    """What a crew is asked to do: the sum of the ranks, over the ranks."""
-    member.meet()
-    if member.outsider:
-        return member.rank, None
-    total = torch.tensor([float(member.rank)])
-    dist.all_reduce(total)
-    return member.rank, total
-
-
-def one_dies(member: Member) -> None:
-    if member.rank == 1:
-        os.abort()
-    dist.barrier()
-
-
-def one_raises(member: Member) -> None:
-    if member.rank == 1:
-        raise ValueError("the cause")
-    dist.barrier()
-
-
-def hang(member: Member) -> None:
-    time.sleep(60)
-
-
-def test_ring_prints_a_table_and_writes_json(tmp_path, capsys):
-    path = tmp_path / "new" / "out.json"
-    options = ["ring", "--rows", "64", "--width", "8", "--ranks", "2", "--repeats", "2"]
-    assert main([*options, "--contenders", "one", "ring", "formula", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "clip_loss, N=64, D=8, float32, 2 ranks × 32 rows" in out
-    assert "\n2 ranks × 1 thread / 1 process × " in out
-    rows = rows_of(path)
-    assert list(rows) == ["one", "ring", "formula"]
-    for row in rows.values():
-        assert row["status"] == "ok"
-        assert len(row["seconds"]) == 2
-        assert 0 < row["best"] <= row["mean"]
-        ratios = [own / its for own, its in zip(row["seconds"], rows["one"]["seconds"], strict=True)]
-        assert row["over_one_process"] == statistics.median(ratios)
-        assert row["title"] in out
-    assert rows["one"]["sent_bytes"] is None
-    if wire.COUNTERS.exists():
-        # Forward a block of features each way, backward the gradient: 32 rows of 8 floats each, twice or more.
-        assert all(2 * 32 * 8 * 4 <= rows[name]["sent_bytes"] < MIB for name in ("ring", "formula"))
-
-
-def test_a_wrong_result_of_ours_gets_no_figures(monkeypatch, tmp_path, capsys):
-    right = reference.clip_loss
-    monkeypatch.setattr(reference, "clip_loss", lambda *args, **options: 1.0001 * right(*args, **options))
+def test_ring_measures_time_bytes_and_memory_of_everyone_on_ranks(tmp_path, capsys):
     path = tmp_path / "out.json"
-    options = ["ring", "--rows", "16", "--width", "4", "--ranks", "2", "--contenders", "ring", "--json", str(path)]
-    assert main(options) == 1
-    assert "WRONG: at N=16 the loss is off by" in capsys.readouterr().out
-    row = rows_of(path)["ring"]
-    assert (row["best"], row["peak_bytes"], row["sent_bytes"], row["seconds"]) == (None, None, None, [])
+    names = [one.name for one in ON_RANKS if one.name not in ("compiled", "products")]
+    assert main(["ring", "--quick", "--contenders", *names, "--json", str(path)]) == 0
+    (case,) = document(path)["cases"]
+    assert (case["ranks"], case["rows"]) == (2, 64)
+    rows = {row["name"]: row for row in case["contenders"]}
+    assert list(rows) == names
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    features = 64 * 8 * 4 / 2  # of a rank, one side
+    assert rows["ring"]["sent_bytes"] > 2 * features
+    assert rows["alone"]["sent_bytes"] is None
+    out = capsys.readouterr().out
+    assert "clip_loss, N=64, D=8, float32, 2 ranks" in out
+    assert "megabatch, one process, " in out
+
+
+def test_loss_runs_under_torchrun_and_one_rank_speaks(tmp_path):
+    path = tmp_path / "out.json"
+    words = ["bench", "loss", "--quick", "--losses", "clip", "--contenders", "megabatch", "by_hand", "products"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabatch"]
+    command = [sys.executable, *launcher, *words, "--json", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.count("clip_loss, N=40, D=8, float32, 2 ranks") == 1
+    found = document(path)
+    assert found["machine"]["ranks"] == 2
+    assert {row["status"] for case in found["cases"] for row in case["contenders"]} == {"ok"}
+
+
+def weaker(work: Any) -> Any:
+    """Its gradients are a little too small on one rank."""
+    step = ours(work)
+
+    def spoiled() -> Any:
+        loss = step()
+        work.inputs.features[0].grad *= 0.99 if work.world.rank else 1.0
+        return loss
+
+    return spoiled
+
+
+def test_a_wrong_result_on_one_rank_gets_no_figures_for_anyone():
+    wrong = Contender("wrong", "wrong", weaker, on="ranks", ours=True)
+    rows = contest(Case("clip", 64, 8, ranks=2), [CONTENDERS["by_hand"], wrong], Rules(repeats=2), RUNNER)
+    assert [row.status for row in rows] == ["ok", "wrong"]
+    assert "gradient of features 1 is off by" in rows[1].note
+    assert all(not row.seconds for row in rows)
+    assert rows[1].peak_bytes is None
+
+
+def test_gradients_of_ranks_together_are_those_of_a_trainer():
+    found = [
+        {
+            "loss": torch.tensor(1.0),
+            "gradient of features 1": torch.ones(2, 3),
+            "gradient of the scale": torch.tensor(x),
+        }
+        for x in (2.0, 4.0)
+    ]
+    mean, total = combined(found), combined(found, "sum")
+    assert mean["gradient of features 1"].tolist() == [[0.5] * 3] * 4
+    assert total["gradient of features 1"].tolist() == [[1.0] * 3] * 4
+    assert (mean["gradient of the scale"], total["gradient of the scale"]) == (3.0, 6.0)
+    assert mean["loss"] == total["loss"] == 1.0
+
+
+def ranks_of(world: World, fails: int) -> int:
+    if world.rank == fails:
+        raise ValueError("just so")
+    return world.rank
+
+
+def test_ranks_find_each_other_and_the_first_to_fail_is_heard():
+    assert processes.launch("cpu", 3, ranks_of, -1) == [0, 1, 2]
+    with pytest.raises(processes.Failed, match=r"^ValueError: just so$"):
+        processes.launch("cpu", 2, ranks_of, 1)
 
 
 @pytest.mark.parametrize(
-    ("factors", "wrong"),
-    [((1, 1, 1), ""), ((1.1, 1, 1), "loss"), ((1, 1.1, 1), "scale"), ((1, 1, 1.1), "gradient norm")],
+    ("words", "message"),
+    [
+        (
+            ["ring", "--rows", "15", "--ranks", "2"],
+            "--rows must be multiples of the number of ranks, got 15 rows for 2",
+        ),
+        (["ring", "--ranks", "1"], "ring: --ranks must be 2 or more, got 1."),
+        (["gradients", "--ranks", "1"], "gradients: --ranks must be 2 or more and divide --rows, got 32 rows for 1"),
+    ],
 )
-def test_at_full_size_everyone_is_held_against_the_one_process(factors, wrong):
-    truth = Digest(5.0, -0.2, 0.04)
-    # Each of two ranks has half the rows, and a gradient twice as large, which the trainer halves.
-    rank = Digest(*(f * x for f, x in zip(factors, (5.0, -0.2, 0.04 * 2**0.5), strict=True)))
-    taken = [Taken({"ring": rank}, {}), Taken({"ring": rank}, {}), Taken({"one": truth}, {})]
-    rows = [Row("one", "", seconds=[1.0]), Row("ring", "", seconds=[1.0])]
-    ring_trial._compare(Case("clip", 64, 8), rows, taken)
-    assert rows[0].status == "ok"
-    assert (rows[1].status, rows[1].seconds) == (("wrong", []) if wrong else ("ok", [1.0]))
-    assert f"at N=64 the {wrong}" in rows[1].note or not wrong
+def test_rows_that_ranks_cannot_share_equally_are_refused(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_gradients_of_ranks_together_are_held_against_one_process():
-    case = Case("clip", 32, 8)
-    truth = ring_trial.trial.results(contenders.dense(case), case.inputs().to(torch.float64))
-
-    def part(rank: int, factor: float) -> dict[str, torch.Tensor]:
-        """Of one of two ranks, whose gradients a trainer will halve."""
-        mine = slice(16 * rank, 16 * rank + 16)
-        return {name: factor * 2 * x[mine] if x.dim() else x for name, x in truth.items()}
-
-    error, gradient = ring_trial.against_truth(case, [part(0, 1.0), part(1, 1.0)])
-    assert error < 1e-12
-    assert gradient == pytest.approx(1.0)
-    error, gradient = ring_trial.against_truth(case, [part(0, 0.5), part(1, 0.5)])
-    assert error == pytest.approx(0.5)
-    assert gradient == pytest.approx(0.5)
+def test_the_byte_meter_reads_what_the_loopback_sent(monkeypatch, tmp_path):
+    file = tmp_path / "dev"
+    file.write_text("Inter-| Receive\n face |bytes\n    lo: 1 2 3 4 5 6 7 8 4242 10\n  eth0: 1 2 3 4 5 6 7 8 9 10\n")
+    monkeypatch.setattr(measure, "TRAFFIC", file)
+    monkeypatch.setattr(measure, "LOOPBACK", "lo")
+    assert measure.sent_bytes() == 4242
+    monkeypatch.setattr(measure, "TRAFFIC", tmp_path / "none")
+    assert measure.sent_bytes() is None
 
 
-def test_one_rank_has_no_gradients_to_compare(capsys):
-    assert main(["gradients", "--ranks", "1"]) == 2
-    assert "gradients: --ranks must be at least 2, got 1." in capsys.readouterr().err
+def test_a_slow_loopback_is_slow():
+    """Where the kernel lets us: a megabyte at 8 Mbit/s takes about a second, and the tool is gone afterwards."""
+    tool = Path(__file__).parent.parent / "tools" / "slow_loopback"
+    if subprocess.run([tool, "8mbit", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs unshare, ip, tc and the right to use them")
+    script = """
+import socket, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(server.getsockname())
+receiver, _ = server.accept()
+thread = threading.Thread(target=lambda: sender.sendall(bytes(2**20)))
+start, count = time.perf_counter(), 0
+thread.start()
+while count < 2**20:
+    count += len(receiver.recv(2**16))
+assert time.perf_counter() - start > 0.5
+"""
+    subprocess.run([tool, "8mbit", sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
-def test_rows_that_ranks_cannot_share_equally_are_refused(capsys):
-    assert main(["ring", "--rows", "64", "63", "--ranks", "2"]) == 2
-    assert "--rows must be multiples of --ranks, got 63 rows for 2 ranks" in capsys.readouterr().err
+# ---- the paper's tables
 
 
-def test_the_table_holds_every_run_against_the_one_process():
-    rows = [
-        Row("one", "1 process × 2 threads", peak_bytes=2 * MIB, seconds=[2.0, 4.0]),
-        Row("ring", "megabatch, ring", peak_bytes=MIB, sent_bytes=1.5 * MIB, seconds=[3.0, 3.0]),
-        Row("open_clip", "open_clip", status="not installed"),
-    ]
-    one, ours, open_clip = ring._table(rows).splitlines()[1:]
-    assert one.split()[5:] == ["2.00", "s", "3.00", "s", "±", "1.41", "s", "1.00", "-", "2.0"]
-    assert ours.split()[2:] == ["3.00", "s", "3.00", "s", "±", "0.00", "ms", "1.50", "1.5", "1.0"]
-    assert open_clip.endswith("not installed")
-    assert ring._headline(rows, 2) == "\n2 ranks × 1 thread / 1 process × 2 threads: 1.50 (best), 1.00 (mean)"
-    assert ring._headline(rows[:1], 2) == ""
+@pytest.mark.parametrize("edge", [300, 1000, 5000])
+def test_the_search_ends_within_a_sixteenth_of_the_edge(edge):
+    tried: list[int] = []
+
+    def attempt(rows: int) -> float | None:
+        tried.append(rows)
+        return 0.1 if rows <= edge else None
+
+    found = paper.search(attempt, first=256, unit=16, time_limit=60)
+    assert found.largest_rows <= edge < found.failed_rows
+    assert found.failed_rows - found.largest_rows <= max(found.largest_rows / 16, 16)
+    assert len(set(tried)) == len(tried)
+    assert not found.at_least
 
 
-def test_a_ratio_to_nothing_is_none():
-    assert [report.ratio(1.0, base) for base in (None, 0, 2.0)] == ["-", "-", "0.50"]
+def test_the_search_tries_no_step_that_would_take_too_long():
+    found = paper.search(lambda rows: rows / 1000, first=256, unit=16, time_limit=2.0)
+    assert (found.largest_rows, found.at_least) == (512, True)
 
 
-def test_memory_of_all_ranks_together_is_judged_by_who_holds_what():
-    case, ranks = Case("clip", 64, 8), 4
-    held = {
-        name: ENTRANTS[name].held(case, ranks) / case.matrix_bytes for name in ("global", "formula", "untiled", "ring")
+def test_only_a_lack_of_memory_ends_the_search():
+    case = Case("clip", 256, 64, ranks=2)
+    small = replace(case, rows=2 * 256)
+    with pytest.raises(processes.OutOfMemory):
+        RUNNER.run(2, paper.step_within, replace(case, rows=8192), CONTENDERS["by_hand"], 32 * MIB)
+    assert max(RUNNER.run(2, paper.step_within, small, CONTENDERS["ring"], 64 * MIB)) > 0
+    broken = Contender("broken", "broken", breaks, on="ranks")
+    with pytest.raises(processes.Failed, match="RuntimeError: not memory"):
+        paper.largest(case, broken, RUNNER, 64 * MIB, 1.0)
+
+
+def breaks(work: Any) -> Any:
+    raise RuntimeError("not memory")
+
+
+def test_paper_makes_all_of_its_tables(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    words = ["--contenders", "formula", "two_passes", "ring", "--json", str(path)]
+    assert main(["paper", "--quick", *words]) == 0
+    out = capsys.readouterr().out
+    assert "largest batch with 64.0 MiB per rank" in out
+    counted = {
+        row["name"]: round(row["products"])
+        for case in document(tmp_path / "out-largest.json")["cases"]
+        for row in case["contenders"]
     }
-    assert held == {"global": 6 * ranks, "formula": 9, "untiled": 3 / ranks, "ring": 0}
+    assert counted == {"formula": 6, "two_passes": 6, "ring": 3}  # few rows: logits are kept
+    assert [row["status"] for row in document(path)["cases"][0]["contenders"]] == ["ok"] * 3
 
 
-def test_markdown_tables_survive_a_bar_in_a_cell():
-    assert report.markdown(("a", "b"), [("1|2", "3")]) == "| a | b |\n| --- | --- |\n| 1/2 | 3 |"
+# ---- tiles
 
 
-def test_ranks_find_each_other_and_results_come_in_order():
-    first, second, outsider = Crew(2, outsiders=1).run(add_up)
-    assert (first[0], second[0], outsider) == (0, 1, (2, None))
-    assert first[1] == second[1] == 1
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tiling_tells_the_parts_of_a_step(ranks, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main(["tiling", "--quick", "--ranks", str(ranks), "--json", str(path)]) == 0
+    (case,) = document(path)["cases"]
+    rows = {row["name"]: row for row in case["contenders"]}
+    assert list(rows) == ["own", "64", "whole", "products"]
+    for name in ("own", "64", "whole"):
+        assert rows[name]["parts"]["products"] > 0
+        assert (rows[name]["parts"]["communication"] > 0) == (ranks > 1)
+        assert rows[name]["over_products"] is not None
+    assert "full-size products" in capsys.readouterr().out
 
 
-def test_a_crew_says_who_failed_and_why():
-    with pytest.raises(processes.Failed, match="SIGABRT"):
-        Crew(2, quiet=True).run(one_dies)
-    with pytest.raises(processes.Failed, match="ValueError: the cause"):
-        Crew(2, quiet=True).run(one_raises)
-    with pytest.raises(processes.Failed, match="no result after 1 s: it hangs"):
-        Crew(2, deadline=1).run(hang)
+def test_a_size_of_tiles_reaches_the_loss(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr("megabatch.clip_loss", lambda *args, **options: asked.append(options))
+    case = Case("clip", 64, 8)
+    for contender in tilings(["own", "64", "whole"], case, ["tiles"]):
+        step = contender.make(case.work(World(torch.device("cpu"))))
+        with pytest.raises(TypeError):  # of a loss that is None
+            step()
+    assert [options["tile"] for options in asked] == [None, 64, 2**30]
 
 
-def test_the_byte_meter_reads_what_an_interface_sent():
-    assert wire.transmitted(NET_DEV, "lo") == 333
-    assert wire.transmitted(NET_DEV, "eth0") == 777
-    with pytest.raises(KeyError):
-        wire.transmitted(NET_DEV, "lo0")
-
-
-@pytest.mark.skipif(not wire.COUNTERS.exists(), reason="nobody counts bytes here")
-def test_the_byte_meter_sees_a_transfer_and_little_else():
-    def counted(size: int) -> int:
-        before = wire.sent_bytes()
-        wire._transfer_seconds(size)
-        after = wire.sent_bytes()
-        assert before is not None
-        assert after is not None
-        return after - before
-
-    # The least of several, because other processes may talk at the same time.
-    assert 4 * MIB < min(counted(4 * MIB) for _ in range(5)) < 4.5 * MIB
-    assert min(counted(1) for _ in range(5)) < 4096
-
-
-@pytest.mark.parametrize(("rate", "bits"), [("1gbit", 1e9), ("2.5mbit", 2.5e6), ("100kbps", 8e5), ("9bit", 9)])
-def test_rates_are_written_as_tc_writes_them(rate, bits):
-    assert wire.bits_per_second(rate) == bits
-
-
-@pytest.mark.parametrize("rate", ["", "1", "gbit", "fast", "1gb", "0gbit", "-1gbit", "nanbit"])
-def test_what_is_no_rate_is_refused(rate, capsys):
-    with pytest.raises(ValueError, match="as in 1gbit; got"):
-        wire.bits_per_second(rate)
-    with pytest.raises(SystemExit):
-        main(["ring", f"--bandwidth={rate}"])
-    assert "as in 1gbit; got" in capsys.readouterr().err
-
-
-def test_a_limit_holds_and_its_absence_is_seen():
-    with pytest.raises(wire.NoLimit, match="above the limit of 1mbit"):
-        wire.check_limit("1mbit")
-    try:
-        wire.try_limit("400mbit")
-    except wire.NoLimit as reason:
-        pytest.skip(f"the loopback cannot be limited: {reason}")
-    code = "from megabatch.bench.instruments import wire; assert wire.check_limit('400mbit') > 1e8"
-    assert wire.run_limited("400mbit", [sys.executable, "-c", code]) == 0
-
-
-def test_where_no_limit_can_be_set_the_command_says_what_is_missing(monkeypatch, capsys):
-    which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name == "tc" else which(name, path=path))
-    assert main(["ring", "--bandwidth", "1gbit"]) == 2
-    assert "the loopback cannot be limited: not installed: tc " in capsys.readouterr().err
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: which("false"))
-    assert main(["ring", "--bandwidth", "1gbit"]) == 2
-    assert "exit code 1 (needs root" in capsys.readouterr().err
+# ---- gradients
 
 
 def test_gradients_over_ranks_are_those_of_one_process(tmp_path, capsys):
     path = tmp_path / "out.json"
-    options = ["gradients", "--ranks", "2", "--losses", "clip", "--packages", "megabatch", "inf_cl", "--markdown"]
-    assert main([*options, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "| megabatch clip_loss | 1.000 | 1.000 | 1.000 | global | works |" in out
-    assert '| megabatch clip_loss, grad_reduction="sum" | 1.000 | 1.000 | 1.000 | global | works |' in out
-    (peer,) = (case["contenders"][0] for case in json.loads(path.read_text())["cases"] if case["package"] == "inf_cl")
-    assert peer["status"].startswith(("not installed", "needs triton", "its kernels need CUDA"))
+    words = ["gradients", "--ranks", "2", "--rows", "16", "--losses", "clip", "supcon"]
+    assert main([*words, "--packages", "megabatch", "pytorch-metric-learning", "--json", str(path)]) == 0
+    rows = {row["name"]: row for case in document(path)["cases"] for row in case["contenders"]}
+    for name, row in rows.items():
+        if row["ours"]:
+            figures = (row["gradient"], row["cosine"], row["scale"])
+            assert figures == pytest.approx((1, 1, 1), abs=1e-3), name
+            assert (row["value"], row["uneven"]) == ("global", "works")
+    efficient = rows["pytorch-metric-learning SupConLoss, DistributedLossWrapper(efficient=True)"]
+    assert efficient["gradient"] > 1.1
+    assert "killed by SIGABRT" in efficient["uneven"]
+    assert "WRONG" not in capsys.readouterr().out
 
 
-def test_every_peer_is_one_of_our_losses_and_named_once():
-    assert len({peer.title for peer in peers.PEERS}) == len(peers.PEERS)
-    assert {peer.package for peer in peers.PEERS if peer.ours} == {"megabatch"}
-    setting = Setting(4, 8, 16, 1)
-    assert (setting.equal, setting.uneven) == ([8, 8, 8, 8], [8, 5, 8, 5])
-
-
-def test_ratios_tell_length_from_direction():
-    truth = Step(1.0, torch.tensor([2.0, 0.0]), scale=4.0)
-    found = [Step(1.0, torch.tensor([1.0, 0.0]), 4.0), Step(1.0, torch.tensor([0.0, 1.0]), 4.0)]
-    length, cosine, scale, bias = gradients_trial.ratios("mean", found, truth)
-    assert (length, cosine) == (pytest.approx(0.5**1.5 / 1.0), pytest.approx(0.5**0.5))
-    assert (scale, bias) == (1.0, None)
-    assert gradients_trial.ratios("sum", found, truth).scale == 2.0
-    assert not Ratios(length, cosine, scale, bias).right
-    assert Ratios(1.0, 1.0, None, None).right
+def test_a_gradient_of_ours_that_is_off_is_wrong_and_only_ours_can_be():
+    found = gradients.examine(Contender("x", "", weaker, ("clip",), ours=True), 16, 8, 2, RUNNER)
+    assert found.gradient == pytest.approx(1, abs=0.01)
+    assert found.wrong
+    right = Outcome("x", "megabatch", True, gradient=1.0, cosine=1.0, scale=1.0, value="global", uneven="works")
+    assert not right.wrong
+    assert replace(right, scale=0.5).wrong
+    assert replace(right, uneven="killed by SIGABRT").wrong
+    assert not replace(right, scale=0.5, ours=False).wrong
 
 
 @pytest.mark.parametrize(
     ("losses", "value"),
-    [
-        ([2.0, 2.0], "global"),
-        ([1.5, 2.5], "local rows"),
-        ([4.0, 4.0], "global × 2"),
-        ([3.5, 4.5], "local rows × 2"),
-        ([3.0, 3.0], "global × 1.50"),
-    ],
+    [([2.0, 2.0], "global"), ([1.0, 3.0], "local rows"), ([4.0, 4.0], "global × 2"), ([1.0, 5.0], "local rows × 1.50")],
 )
 def test_the_reported_value_is_named(losses, value):
-    assert gradients_trial.value_of(losses, 2.0) == value
+    assert value_of(losses, 2.0) == value
 
 
-def test_only_ours_can_be_wrong():
-    fine = {"encoder": 1.0, "cosine": 1.0, "scale": 1.0, "value": "global", "uneven": gradients_trial.WORKS}
-    for change in (
-        {},
-        {"encoder": 0.25},
-        {"scale": None},
-        {"bias": 2.0},
-        {"uneven": "hangs"},
-        {"status": "ValueError"},
-    ):
-        row = {"title": "", "package": "", "loss": "clip", "trainer": "mean", **fine, **change}
-        assert gradients_trial.Row(**row, ours=True).wrong == bool(change)
-        assert not gradients_trial.Row(**row, ours=False).wrong
+def test_every_setting_is_one_of_our_losses_and_named_once():
+    from megabatch.bench.cases import LOSSES
+
+    assert {one.losses[0] for one in SETTINGS.values()} == set(LOSSES)
+    assert len(SETTINGS) == len(list(gradients._settings()))
+    assert isinstance(SETTINGS["open_clip SigLipLoss, dist_impl=bidir"].make, partial)
+
+
+def test_the_shares_of_all_ranks_are_the_batch():
+    case = Case("clip", 12, 8, ranks=3)
+    parts = [case.work(World(torch.device("cpu"), rank, 3)).inputs.features[0] for rank in range(3)]
+    assert torch.equal(torch.cat(parts), case.inputs().features[0])
+    uneven = [case.work(World(torch.device("cpu"), rank, 3), [6, 2, 4]).start for rank in range(3)]
+    assert uneven == [0, 6, 8]
+    work = case.work(World(torch.device("cpu")))
+    assert results(CONTENDERS["by_hand"].make(work), work).keys() == case.expected().keys()

@@ -25,31 +25,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
 from megabatch import reference
+from megabatch.bench import report
 from megabatch.bench.cases import Case
 from megabatch.bench.command import COMMANDS as BENCHMARKS
-from megabatch.bench.instruments import measure, processes
-from megabatch.bench.loss import contenders, trial
-from megabatch.check import command, graphs, host_reads, launches, report, speed
-from megabatch.check.calls import HALF, OPTIONS, PLAIN, SCALE, Call, calls
+from megabatch.bench.contenders import CONTENDERS, Contender
+from megabatch.check import command, gpu
 from megabatch.check.cases import LOSSES, cases
+from megabatch.check.command import SECTIONS, Check
 from megabatch.check.exactness import ALL_ALIKE, TWICE, Comparison
-from megabatch.check.findings import FAILED, NOT_RUN, OK, Finding, counted, raised, status, summary
+from megabatch.check.gpu import FAILED, HALF, NOT_RUN, OK, OPTIONS, PLAIN, SCALE, Call, Finding, calls, raised
+from megabatch.check.report import DENSE, status, summary
 from megabatch.cli import COMMANDS, main
-from megabatch.distributed.world import joined
 
 from .interpreter import spare_repeated_patches
 from .ranks import PATIENCE, Pool
 from .test_structure import HEAVY, loaded_by
 
 QUICK = ["check", "--device", "cpu", "--quick", "--backend", "eager"]
-FLOAT = [*QUICK, "--dtypes", "float32", "--only"]
+FLOAT = [*QUICK, "--dtype", "float32", "--only"]
 TINY_SPEED = [
     "check",
     "--device",
     "cpu",
     "--backend",
     "eager",
-    "--dtypes",
+    "--dtype",
     "float32",
     "--rows",
     "128",
@@ -127,7 +127,7 @@ def test_without_a_path_the_document_is_printed_before_the_verdict(capsys: pytes
 
 def test_the_full_list_of_cases_is_right_too(tmp_path: Path) -> None:
     path = tmp_path / "check.json"
-    words = ["check", "--device", "cpu", "--backend", "eager", "--skip-speed", "--dtypes", "float32", "bfloat16"]
+    words = ["check", "--device", "cpu", "--backend", "eager", "--skip-speed", "--dtype", "float32", "bfloat16"]
     assert main([*words, "--only", "clip_loss", "info_nce_loss", "supcon_loss", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     for loss in ("clip_loss", "info_nce_loss", "supcon_loss"):
@@ -224,13 +224,13 @@ def test_every_loss_is_found_wrong_in_every_dtype(
     loss: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(megabatch, loss, weaker(1e-4, "logit_scale", of=loss))
-    verdict = failure(capsys, *QUICK, "--dtypes", dtype, "--only", loss)
+    verdict = failure(capsys, *QUICK, "--dtype", dtype, "--only", loss)
     assert f"first: {loss} (" in verdict
     assert "gradient of logit_scale: off by" in verdict
     rows = {"supcon_loss": "features", "info_nce_loss": "key", "nt_xent_loss": "view2"}.get(loss, "text_features")
     monkeypatch.undo()
     monkeypatch.setattr(megabatch, loss, weaker(0.05, rows, of=loss))
-    assert f"gradient of {rows}: off by" in failure(capsys, *QUICK, "--dtypes", dtype, "--only", loss)
+    assert f"gradient of {rows}: off by" in failure(capsys, *QUICK, "--dtype", dtype, "--only", loss)
 
 
 def test_wrong_retrieval_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +280,7 @@ def test_a_backend_is_refused_with_the_reasons_of_the_library(capsys: pytest.Cap
     features = torch.eye(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="cannot run this call") as refused:
         megabatch.clip_loss(features, features, 2.0, backend="triton")
-    verdict = failure(capsys, *QUICK, "--only", "clip_loss", "--dtypes", "float64", "--backend", "triton")
+    verdict = failure(capsys, *QUICK, "--only", "clip_loss", "--dtype", "float64", "--backend", "triton")
     assert verdict.endswith(" ".join(str(refused.value).split()))
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_cannot_be_written_is_a_usage_error(tmp_path: Path, capsys: 
     [
         (["check", "--device", "tpu"], "argument --device: must be one of auto, cpu, cuda, got 'tpu'"),
         (["check", "--rows", "0"], "argument --rows: must be a whole number from 1 on, got '0'"),
-        (["check", "--dtypes", "int8"], "argument --dtypes: invalid choice: 'int8'"),
+        (["check", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["chekc"], "invalid choice: 'chekc'"),
     ],
 )
@@ -329,7 +329,7 @@ def test_ranks_of_torchrun_check_together_and_one_speaks(tmp_path: Path) -> None
     path = tmp_path / "check.json"
     launcher = ("torch.distributed.run", "--nproc-per-node", "2")
     functions = ("clip_loss", "info_nce_loss", "nt_xent_loss", "similarity_topk")
-    words = ("--device", "cpu", "--quick", "--dtypes", "bfloat16", "--json", str(path), "--only", *functions)
+    words = ("--device", "cpu", "--quick", "--dtype", "bfloat16", "--json", str(path), "--only", *functions)
     ended = run("check", *words, launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = json.loads(path.read_text())
@@ -403,23 +403,25 @@ def test_a_call_that_raises_on_one_rank_is_the_last_one_over_ranks(pool: Pool) -
     ]
 
 
-def measure_over_ranks(rank: int, group: Any) -> list[tuple[str, str, float | None, int | None]]:
-    with joined("cpu") as world:
-        (contest,) = speed.contests(world, ["clip_loss", "siglip_loss"], [130], 16, "float32", "all")
-    assert contest.healthy
-    assert str(contest.case) == "clip_loss, N=128, D=16, float32"
-    return [(row.name, row.status, row.best, row.peak_bytes) for row in contest.rows]
+def check_speed_over_ranks(rank: int, group: Any) -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main([*TINY_SPEED, "clip_loss", "siglip_loss"])
+    return code, printed.getvalue()
 
 
 def test_ranks_are_measured_against_the_dense_loss_over_ranks(pool: Pool) -> None:
-    first, *others = pool.run(4, measure_over_ranks)
-    assert all(other == first for other in others)
-    assert [name for name, *_ in first] == ["ring", "gather", speed.DENSE, "open_clip"]
-    for name, outcome, best, peak in first[:3]:
-        assert outcome == "ok", name
-        assert best is not None
-        assert best > 0
-        assert peak is not None
+    (code, text), *others = pool.run(4, check_speed_over_ranks)
+    assert code == 0, text
+    assert all(other == (0, "") for other in others)
+    clip, siglip = printed_document(text)["speed"]
+    assert (clip["ranks"], siglip["loss"]) == (4, "siglip")
+    rows = {row["name"]: row for row in clip["contenders"]}
+    assert [*rows][:4] == ["ring", "gather", DENSE, "by_hand"]
+    for name in ("ring", "gather", DENSE, "by_hand"):
+        assert rows[name]["status"] == "ok", name
+        assert rows[name]["median"] > 0
+        assert rows[name]["peak_bytes"] is not None
 
 
 # ---- speed
@@ -432,24 +434,19 @@ def test_speed_and_memory_are_held_against_the_dense_loss(capsys: pytest.Capture
     assert [contest["loss"] for contest in document["speed"]] == ["clip"]
     for contest in document["speed"]:
         rows = {row["name"]: row for row in contest["contenders"]}
-        assert rows["eager"]["best"] > 0
-        assert rows["formula"]["best"] > 0
+        assert rows["eager"]["median"] > 0
+        assert rows["formula"]["median"] > 0
         assert rows["eager"]["peak_bytes"] is not None
     assert "times as fast as dense" in last_line(out)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes of their own, so that what a test patches reaches the work."""
-    monkeypatch.setattr(processes, "run", processes.run_here)
 
 
 @pytest.mark.usefixtures("inline")
 def test_ours_wrong_in_the_speed_table_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = contenders.Contender("eager", "megabatch, eager", lambda case: contenders.step_of(times(1.01)), ours=True)
-    monkeypatch.setitem(trial.KNOWN, "eager", wrong)
+    right = CONTENDERS["by_hand"].make
+    wrong = Contender("eager", "megabatch, eager", lambda work: lambda: 1.01 * right(work)(), ours=True)
+    monkeypatch.setitem(CONTENDERS, "eager", wrong)
     verdict = failure(capsys, *TINY_SPEED, "siglip_loss")
     assert "FAILED - speed, siglip_loss, N=128" in verdict
 
@@ -458,14 +455,13 @@ def test_ours_wrong_in_the_speed_table_fails(
 def test_another_that_runs_out_of_memory_is_a_row_that_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(case: Case) -> Any:
+    def full(work: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setitem(trial.KNOWN, speed.DENSE, contenders.Contender(speed.DENSE, "dense", full))
+    monkeypatch.setitem(CONTENDERS, DENSE, Contender(DENSE, "dense", full))
     assert main([*TINY_SPEED, "clip_loss"]) == 0
     out = capsys.readouterr().out
-    assert "failed: out of memory" in out
-    assert last_line(out).endswith("clip_loss, N=128, D=16, float32: dense failed: out of memory")
+    assert last_line(out).endswith("clip_loss, N=128, D=16, float32: dense out of memory")
 
 
 def test_no_speed_is_measured_where_results_are_wrong(
@@ -476,48 +472,13 @@ def test_no_speed_is_measured_where_results_are_wrong(
     assert printed_document(capsys.readouterr().out)["speed"] == []
 
 
-class FakeEvent:
-    """Ten milliseconds pass between any two."""
-
-    made = count()
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = next(FakeEvent.made) * 10.0
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: "FakeEvent") -> float:
-        return other.at - self.at
-
-
-def test_a_gpu_is_measured_by_its_events_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    assert measure.take_turns({"a": list}, 2, 0, measure.clock_of(gpu)) == {"a": [0.01, 0.01]}
-    synchronized: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
-    meter = measure.meter_of(gpu)
-    with meter:
-        pass
-    assert meter.bytes == 250
-    assert synchronized == [gpu, gpu]
-    assert isinstance(measure.meter_of(torch.device("cpu")), measure.PeakMemory)
-
-
 # ---- kernels without a GPU
 
 
 def test_kernels_of_other_losses_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     spare_repeated_patches()
-    words = ["check", "--device", "cpu", "--backend", "triton", "--dtypes", "bfloat16", "--only"]
+    words = ["check", "--device", "cpu", "--backend", "triton", "--dtype", "bfloat16", "--only"]
     assert main([*words, "info_nce_loss", "supcon_loss"]) == 0
     ways = [(group["function"], group["way"]) for group in printed_document(capsys.readouterr().out)["exactness"]]
     assert ways == [("info_nce_loss", "triton, one process"), ("supcon_loss", "triton, one process")]
@@ -525,7 +486,7 @@ def test_kernels_of_other_losses_are_checked_too(capsys: pytest.CaptureFixture[s
 
 def test_kernels_are_checked_by_the_interpreter() -> None:
     pytest.importorskip("triton")
-    words = ("check", "--device", "cpu", "--backend", "triton", "--dtypes", "float32", "--only", "clip_loss")
+    words = ("check", "--device", "cpu", "--backend", "triton", "--dtype", "float32", "--only", "clip_loss")
     ended = run(*words, TRITON_INTERPRET="1", PYTHONWARNINGS="default")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = printed_document(ended.stdout)
@@ -539,7 +500,6 @@ def test_kernels_are_checked_by_the_interpreter() -> None:
 # ---- sections for a GPU, without one
 
 CPU = torch.device("cpu")
-SECTIONS = ("host reads", "launches", "graphs")
 GRAPHS = ["clip_loss, plain, eager, CUDA graph", "clip_loss, plain, eager, reduce-overhead"]
 
 
@@ -574,7 +534,7 @@ def test_sections_for_a_gpu_run_on_one_gpu_in_one_process(
     device: str, quick: bool, size: int, losses: list[str], able: list[str], reason: str
 ) -> None:
     world, options = SimpleNamespace(device=torch.device(device), size=size), SimpleNamespace(quick=quick)
-    assert command.Check._why_not(SimpleNamespace(world=world, options=options), losses, able) == reason
+    assert Check._why_not(SimpleNamespace(world=world, options=options, losses=losses), able) == reason
 
 
 def test_every_loss_is_called_with_every_option_that_it_has() -> None:
@@ -639,8 +599,8 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             if self.mode == "error":
-                raise RuntimeError(host_reads.SYNCHRONIZING)
-            warnings.warn(host_reads.SYNCHRONIZING, stacklevel=2)
+                raise RuntimeError(gpu.SYNCHRONIZING)
+            warnings.warn(gpu.SYNCHRONIZING, stacklevel=2)
         return func(*args, **(kwargs or {}))
 
 
@@ -676,11 +636,10 @@ def test_host_reads_are_counted_and_their_place_is_named(
     loss: Any, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megabatch, "clip_loss", loss)
-    (found,) = host_reads.examine([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
+    (found,) = gpu.host_reads([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
     assert (found.count, found.allowed) == (reads, 0)
     assert found.status == (FAILED if reads else OK)
     assert found.note.startswith("at check/") == bool(reads)
-    assert found.silent == (not reads)
 
 
 def test_no_cache_of_an_earlier_step_hides_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,7 +652,7 @@ def test_no_cache_of_an_earlier_step_hides_a_read(monkeypatch: pytest.MonkeyPatc
         return dense(**given)
 
     monkeypatch.setattr(megabatch, "clip_loss", cached)
-    (found,) = host_reads.examine([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
+    (found,) = gpu.host_reads([Call("clip_loss", PLAIN, "eager")], CPU, watch=Reads)
     assert found.status == FAILED
 
 
@@ -707,10 +666,8 @@ def test_a_call_that_raises_is_no_host_read_and_stops_no_other(monkeypatch: pyte
 
     monkeypatch.setattr(megabatch, "clip_loss", explode)
     monkeypatch.setattr(megabatch, "siglip_loss", lambda logit_bias, **given: dense(**given))
-    broken, fine = host_reads.examine(calls(["clip_loss", "siglip_loss"], ["eager"], ["float32"], [PLAIN]), CPU, Reads)
-    assert broken == Finding(
-        "host reads", "clip_loss, plain, eager", FAILED, note="raised RuntimeError: kernel exploded"
-    )
+    broken, fine = gpu.host_reads(calls(["clip_loss", "siglip_loss"], ["eager"], ["float32"], [PLAIN]), CPU, Reads)
+    assert broken == Finding("clip_loss, plain, eager", FAILED, note="raised RuntimeError: kernel exploded")
     assert fine.status == OK
 
 
@@ -724,7 +681,7 @@ def test_the_mode_of_torch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with pytest.raises(ZeroDivisionError), host_reads.watched("error"):
+    with pytest.raises(ZeroDivisionError), gpu.watched("error"):
         raise ZeroDivisionError
     assert modes == ["error", 1]
 
@@ -745,7 +702,7 @@ def test_what_runs_on_the_device_is_a_launch() -> None:
         event("Activity Buffer Request"),
         event("cublasLt::splitKreduce_kernel<32, 16>"),
     ]
-    found = launches.launched([*events, *others])
+    found = gpu.launched([*events, *others])
     assert found == {"tile_kernel": 2, "Memset (Device)": 1, "Memcpy DtoD": 1}
 
 
@@ -762,11 +719,11 @@ def test_the_profiler_is_asked_for_what_the_device_did(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.profiler, "profile", on_the_cpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     x = torch.ones(3)
-    result, events = launches.profiled(lambda: x + x)
+    result, events = gpu.profiled(lambda: x + x)
     assert torch.equal(result, 2 * x)
     assert torch.profiler.ProfilerActivity.CUDA in asked
     assert "aten::add" in {seen.name for seen in events}
-    assert not launches.launched(events)  # none of it on a device
+    assert not gpu.launched(events)  # none of it on a device
 
 
 class Operations(TorchDispatchMode):
@@ -788,7 +745,7 @@ def operations(work: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 def test_a_small_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megabatch, "clip_loss", dense)
-    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
+    (found,) = gpu.launches(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
     assert found.name == "clip_loss, whole step of 256 rows, eager"
     assert found.allowed == 45
     assert found.count is not None
@@ -801,7 +758,7 @@ def test_a_small_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return value
 
     monkeypatch.setattr(megabatch, "clip_loss", wordy)
-    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
+    (found,) = gpu.launches(["clip_loss"], ["eager"], "float32", CPU, profile=operations)
     assert found.count >= few + 120  # forward and backward
     assert found.status == FAILED
     assert "aten.mul" in found.note
@@ -811,7 +768,7 @@ def test_a_profiler_that_sees_nothing_fails() -> None:
     def blind(work: Callable[[], Any]) -> tuple[Any, list[Any]]:
         return work(), [event("aten::mm", DeviceType.CPU)]
 
-    (found,) = launches.examine(["clip_loss"], ["eager"], "float32", CPU, profile=blind)
+    (found,) = gpu.launches(["clip_loss"], ["eager"], "float32", CPU, profile=blind)
     assert (found.status, found.note) == (FAILED, "the profiler saw nothing run on the device")
 
 
@@ -831,15 +788,15 @@ def growing(forward: int, backward: int) -> Callable[..., Any]:
 def test_launches_of_a_tile_are_told_from_those_of_a_call_and_a_strip(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "_passes", growing(2, 3))
-    found = [each for each in launches.examine([loss], ["triton"], "float32", CPU) if "tile" in each.name]
+    monkeypatch.setattr(gpu, "_passes", growing(2, 3))
+    found = [each for each in gpu.launches([loss], ["triton"], "float32", CPU) if "tile" in each.name]
     one_pass = loss in ("siglip_loss", "info_nce_loss")
     assert [(each.count, each.allowed) for each in found] == 2 * ([(5, 6)] if one_pass else [(2, 3), (3, 3)])
     assert {each.status for each in found} == {OK}
-    monkeypatch.setattr(launches, "_passes", growing(2, 5))
-    found = [each for each in launches.examine([loss], ["triton"], "float32", CPU) if "tile" in each.name]
+    monkeypatch.setattr(gpu, "_passes", growing(2, 5))
+    found = [each for each in gpu.launches([loss], ["triton"], "float32", CPU) if "tile" in each.name]
     assert [each.status for each in found] == 2 * ([FAILED] if one_pass else [OK, FAILED])
-    assert not [each for each in launches.examine([loss], ["eager"], "float32", CPU) if "tile" in each.name]
+    assert not [each for each in gpu.launches([loss], ["eager"], "float32", CPU) if "tile" in each.name]
 
 
 # ---- graphs
@@ -896,7 +853,7 @@ def remembers(forward: Any) -> Any:
 def test_a_replay_must_give_the_results_of_the_numbers_it_is_given(
     capture: Any, compiler: Any, words: list[str]
 ) -> None:
-    found = graphs.examine([Call("clip_loss", PLAIN, "eager")], CPU, capture, compiler)
+    found = gpu.graphs([Call("clip_loss", PLAIN, "eager")], CPU, capture, compiler)
     assert [each.status for each in found] == [FAILED if word else OK for word in words]
     assert all(word in each.note for each, word in zip(found, words, strict=True))
     assert found[1].name == GRAPHS[1]
@@ -912,36 +869,33 @@ def test_a_compiler_that_captures_no_graph_is_noted() -> None:
 
         return counted
 
-    _, found = graphs.examine([Call("clip_loss", PLAIN, "eager")], CPU, replayed, skips)
-    assert found == Finding("graphs", GRAPHS[1], OK, note="the compiler captured no graph, 4 skips")
+    _, found = gpu.graphs([Call("clip_loss", PLAIN, "eager")], CPU, replayed, skips)
+    assert found == Finding(GRAPHS[1], OK, note="the compiler captured no graph, 4 skips")
 
 
 # ---- sections together
 
 
 def test_findings_are_judged_and_summed_up() -> None:
-    fine, over = counted("launches", "a step", 3, 3), counted("launches", "another", 4, 3, "why")
-    absent = Finding("launches", "all", NOT_RUN, note="no CUDA device")
-    assert (fine.status, over.status) == (OK, FAILED)
+    fine, over = Finding("a step", OK, 3, 3), Finding("another", FAILED, 4, 3, "why")
+    absent = Finding("all", NOT_RUN, note="no CUDA device")
     assert status([fine, over]) == FAILED
     assert status([fine, absent]) == OK
     assert status([absent]) == status([]) == NOT_RUN
     assert summary("launches", [fine, over]) == "launches: 1 of 2 FAILED, first: another: 4, allowed 3 (why)"
     assert summary("launches", [fine]) == "launches: 1 of 1 ok"
     assert summary("launches", [absent]) == "launches: not run: no CUDA device"
-    assert str(raised("launches", "a step", ValueError("a\n b"))) == "a step: raised ValueError: a b"
+    assert str(raised("a step", ValueError("a\n b"))) == "a step: raised ValueError: a b"
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sections run, with fakes for what needs a GPU."""
-    monkeypatch.setattr(command.Check, "_why_not", lambda self, losses, able: "")
-    monkeypatch.setattr(
-        host_reads, "examine", lambda calls, device: [counted("host reads", str(x), 0, 0) for x in calls]
-    )
-    monkeypatch.setattr(launches, "examine", partial(launches.examine, profile=operations))
-    monkeypatch.setattr(graphs, "examine", partial(graphs.examine, capture=replayed, compiler=as_it_is))
-    monkeypatch.setattr(launches, "STEP_LIMIT", 10_000)
+    monkeypatch.setattr(Check, "_why_not", lambda self, able: "")
+    monkeypatch.setattr(gpu, "host_reads", lambda calls, device: [Finding(str(x), OK, 0, 0) for x in calls])
+    monkeypatch.setattr(gpu, "launches", partial(gpu.launches, profile=operations))
+    monkeypatch.setattr(gpu, "graphs", partial(gpu.graphs, capture=replayed, compiler=as_it_is))
+    monkeypatch.setattr(gpu, "STEP_LIMIT", 10_000)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -970,16 +924,16 @@ def test_results_of_every_section_stand_in_the_document(tmp_path: Path, capsys: 
 def test_a_section_that_fails_or_breaks_stops_no_other_and_fails_the_check(
     broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = {"host reads": host_reads, "launches": launches, "graphs": graphs}[broken]
+    function = broken.replace(" ", "_")
 
     def explode(*_: Any) -> None:
         raise RuntimeError("device\nlost")
 
     for examine, said in [
         (explode, f"{broken}: 1 of 1 FAILED, first: the section: raised RuntimeError: device lost"),
-        (lambda *_: [counted(broken, "a call", 2, 0, "why")], f"{broken}: 1 of 1 FAILED, first: a call: 2, allowed 0"),
+        (lambda *_: [Finding("a call", FAILED, 2, 0, "why")], f"{broken}: 1 of 1 FAILED, first: a call: 2, allowed 0"),
     ]:
-        monkeypatch.setattr(module, "examine", examine)
+        monkeypatch.setattr(gpu, function, examine)
         assert main([*FLOAT, "clip_loss"]) == 1
         out = capsys.readouterr().out
         assert last_line(out).startswith(f"megabatch check: FAILED - {said}")
@@ -989,7 +943,7 @@ def test_a_section_that_fails_or_breaks_stops_no_other_and_fails_the_check(
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_all_that_failed_is_in_the_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launches, "STEP_LIMIT", 3)
+    monkeypatch.setattr(gpu, "STEP_LIMIT", 3)
     monkeypatch.setattr(megabatch, "clip_loss", times(1.01))
     verdict = failure(capsys, *FLOAT, "clip_loss")
     assert "comparisons, first: clip_loss (" in verdict
@@ -1002,7 +956,7 @@ def test_sections_that_broke_before_leave_the_document_and_the_rest(
     def explode(*_: Any) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(speed, "contests", explode)
+    monkeypatch.setattr(Check, "_contest", explode)
     assert main([*TINY_SPEED, "clip_loss"]) == 1
     document = printed_document(capsys.readouterr().out)
     assert document["sections"]["speed"]["results"][0]["note"] == "raised RuntimeError: device lost"
@@ -1020,7 +974,7 @@ def test_a_check_that_is_killed_leaves_what_it_has_found(tmp_path: Path, monkeyp
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.Check, "_speed", killed)
+    monkeypatch.setattr(Check, "_speed", killed)
     with pytest.raises(KeyboardInterrupt):
         main([*FLOAT, "clip_loss", "--json", str(path)])
     document = json.loads(path.read_text())
@@ -1032,10 +986,11 @@ def test_a_loss_that_is_wrong_is_not_timed_and_the_others_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(speed, "contests", lambda world, functions, *_: iter(asked.extend(functions) or ()))
+    right = Check._contest
+    monkeypatch.setattr(Check, "_contest", lambda self, case: asked.append(case.loss) or right(self, case))
     monkeypatch.setattr(megabatch, "clip_loss", times(1.01))
     assert main([*TINY_SPEED, "clip_loss", "siglip_loss"]) == 1
-    assert asked == ["siglip_loss"]
+    assert asked == ["siglip"]
     assert "no speed is measured where results are wrong: clip_loss" in capsys.readouterr().out
 
 
@@ -1043,39 +998,22 @@ def test_a_loss_that_is_wrong_is_not_timed_and_the_others_are(
 
 
 def test_on_a_gpu_the_strongest_peers_take_part_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, list[str]] = {}
-    monkeypatch.setattr(trial, "contest", lambda case, names, *_: asked.setdefault(case.loss, names) and [])
-    monkeypatch.setattr(trial, "KNOWN", dict(trial.KNOWN))
-    monkeypatch.setattr(speed, "refusal", lambda *_: "")
-    world = SimpleNamespace(size=1, device=torch.device("cuda"))
-    list(speed.contests(world, ["clip_loss", "siglip_loss"], [64], 16, "bfloat16", "all"))
-    expected = ["triton", "eager", "formula", "open_clip", "compiled", "inf_cl", "siglip_kernel"]
-    assert asked == {"clip": expected, "siglip": expected}
-    assert all(name in trial.KNOWN for name in expected)
-    world.device = CPU
-    asked.clear()
-    list(speed.contests(world, ["clip_loss"], [64], 16, "float32", "all"))
-    assert asked == {"clip": ["eager", "formula", "open_clip"]}
+    asked: dict[tuple[str, str], list[str]] = {}
 
+    def noted(case: Any, contenders: Any, *_: Any) -> list[Any]:
+        asked[case.loss, case.device] = [contender.name for contender in contenders]
+        return []
 
-def test_siglip_kernel_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its signature, by a stand-in: fused_siglip_loss(image, text, log of the scale, bias)."""
-
-    def fused(image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
-        return reference.siglip_loss(image, text, log_scale.exp(), bias, normalize=False)
-
-    monkeypatch.setitem(
-        sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_loss=fused, __spec__=SimpleNamespace())
+    monkeypatch.setattr(command, "contest", noted)
+    check = SimpleNamespace(
+        options=SimpleNamespace(backend="all"), world=None, _able=lambda backend: ["bfloat16", "float32"]
     )
-    monkeypatch.setattr(trial, "KNOWN", {**trial.KNOWN, speed.SIGLIP_KERNEL.name: speed.SIGLIP_KERNEL})
-    case = Case("siglip", 64, 16)
-    assert trial.fault(speed.SIGLIP_KERNEL, case) == ""
-    wrong = SimpleNamespace(fused_siglip_loss=lambda *given: 1.1 * fused(*given), __spec__=SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "siglip_kernel", wrong)
-    assert "is off by" in trial.fault(speed.SIGLIP_KERNEL, case)
-    monkeypatch.delitem(sys.modules, "siglip_kernel")
-    with pytest.raises(contenders.NotInstalled):
-        speed.siglip_kernel(case)
+    for loss in ("clip", "siglip"):
+        Check._contest(check, Case(loss, 64, 16, "bfloat16", "cuda"))
+    ours = ["triton", "eager", "formula", "by_hand", "compiled", "open_clip"]
+    assert asked == {("clip", "cuda"): [*ours, "inf_cl"], ("siglip", "cuda"): [*ours, "siglip_kernel"]}
+    Check._contest(check, Case("clip", 64, 16))
+    assert asked["clip", "cpu"] == ["eager", "formula", "by_hand", "compiled", "open_clip"]
 
 
 # ---- the machine

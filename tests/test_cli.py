@@ -1,13 +1,15 @@
 """The command line itself: which command runs, and what it says about arguments and packages that are not there."""
 
 import argparse
+import subprocess
 import sys
 import types
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
-from megabatch.cli import COMMANDS, EXTRAS, main
+from megabatch.cli import COMMANDS, EXTRAS, Help, main
 
 
 @pytest.fixture
@@ -68,9 +70,9 @@ def test_an_unknown_command_is_refused(capsys):
         (["--lenght=3"], "--lenght is not known. Perhaps --length is meant."),
         (["--lightt", "--length", "3"], "--lightt is not known. Perhaps --light is meant."),
         (["--leng", "3"], "--leng is not known. Perhaps --length is meant."),
-        (["-l", "3"], "-l is not known. Perhaps --"),
-        (["stray"], "stray is not known. Perhaps --"),
-        (["--qqq"], "--qqq is not known. Perhaps --"),
+        (["-l", "3"], "-l is not known. --help lists the flags."),
+        (["stray"], "stray is not known. --help lists the flags."),
+        (["--qqq"], "--qqq is not known. --help lists the flags."),
         (["--size", "3"], "--size is not a flag here. Use --length."),
         (["--size=3"], "--size is not a flag here. Use --length."),
     ],
@@ -81,7 +83,71 @@ def test_an_argument_that_is_not_known_is_refused_with_what_may_be_meant(capsys,
 
 def test_a_command_need_not_refuse_anything_by_name(command, capsys):
     del command.REFUSED
-    assert refused(capsys, "--size", "3").startswith("megabatch try: error: --size is not known. Perhaps --")
+    assert refused(capsys, "--size", "3").startswith("megabatch try: error: --size is not known.")
+
+
+def test_help_imports_no_torch():
+    """So it answers at once. Run apart, for this process has imported it."""
+    code = "import sys\nfrom megabatch import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+    code += "print('torch' in sys.modules)"
+    for words in (["--help"], ["--version"], ["bench"], ["bench", "--help"]):
+        said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+        assert said.splitlines()[-1] == "False", words
+        assert len(said.splitlines()) > 1
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Of every command, and of every benchmark."""
+    from megabatch.bench.command import COMMANDS as BENCHMARKS
+
+    found = {}
+    for name, (module, _) in {**COMMANDS, **{f"bench {name}": entry for name, entry in BENCHMARKS.items()}}.items():
+        if name != "bench":
+            found[name] = argparse.ArgumentParser(name, formatter_class=Help, allow_abbrev=False)
+            import_module(module).add_arguments(found[name])
+    return found
+
+
+def test_every_flag_shows_its_default():
+    for name, parser in parsers().items():
+        for action in parser._actions:
+            if action.option_strings and action.default not in (None, False, argparse.SUPPRESS, []):
+                assert "default" in Help("x")._get_help_string(action), (name, action.option_strings)
+
+
+def test_every_description_has_at_most_six_lines():
+    from megabatch.bench.command import COMMANDS as BENCHMARKS
+
+    for module, _ in [*COMMANDS.values(), *BENCHMARKS.values()]:
+        assert len(import_module(module).DESCRIPTION.splitlines()) <= 6, module
+
+
+def test_one_word_has_one_meaning():
+    everything = parsers()
+    helps = {flag: set() for flag in ("--rows", "--dtype", "--limit", "--width", "--precision")}
+    for parser in everything.values():
+        for flag, found in helps.items():
+            if flag in parser._option_string_actions:
+                found.add(parser._option_string_actions[flag].help)
+        assert not {"--dtypes", "--widths", "--markdown"} & set(parser._option_string_actions)
+    assert all(words.startswith("rows of the batch") for words in helps["--rows"])
+    assert helps["--dtype"] == {"dtype of the features"}
+    assert len(helps["--limit"]) == 1
+    assert {flag for flag in ("--precision",) if any("OpenCLIP" not in words for words in helps[flag])} == set()
+
+
+def test_no_flag_of_train_is_taken_by_torchrun():
+    """torchrun abbreviates: a flag that is the beginning of several of its own is an error to it. `--logs` is, and has
+    `--logs-dir` beside it."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = [flag for flag in get_args_parser()._option_string_actions if flag.startswith("--")]
+    for name in ("train", "eval", "check"):
+        for flag in parsers()[name]._option_string_actions:
+            if flag.startswith("--") and flag not in theirs and flag != "--logs":
+                assert len([other for other in theirs if other.startswith(flag)]) == 0, (name, flag)
+    words = ["--nproc-per-node", "2", "-m", "megabatch", "train", "--logs-dir", "x", "--name", "y"]
+    assert get_args_parser().parse_args(words).training_script_args == words[4:]
 
 
 @pytest.mark.parametrize("where", ["add_arguments", "main"])

@@ -108,7 +108,7 @@ def read_command(line: str) -> Typed | None:
         return None
     module, rest = words[0], words[1:]
     if module != "megabatch":
-        if "-m" not in rest or not rest[rest.index("-m") + 1].startswith("megabatch"):
+        if "-m" not in rest or not rest[rest.index("-m") + 1].startswith(("megabatch", "tools.")):
             return None
         module, *rest = rest[rest.index("-m") + 1 :]
     if rest[:1] == ["--"]:
@@ -169,7 +169,7 @@ def module_of(words: tuple[str, ...]) -> ModuleType:
 
 
 def is_program(module: str) -> bool:
-    path = ROOT / "src" / Path(*module.split("."))
+    path = (ROOT if module.startswith("tools.") else ROOT / "src") / Path(*module.split("."))
     file = path.with_suffix(".py")
     return (path / "__main__.py").exists() or (file.exists() and '__name__ == "__main__"' in file.read_text())
 

@@ -23,10 +23,9 @@ import megabatch
 from megabatch import reference
 from megabatch.backends import triton_settings
 from megabatch.backends.triton_backend import Triton
-from megabatch.bench.kernels import tuning
-from megabatch.check import graphs, host_reads, launches
-from megabatch.check.calls import PLAIN, Call, calls
-from megabatch.check.findings import FAILED, OK
+from megabatch.check import gpu
+from megabatch.check.gpu import FAILED, OK, PLAIN, Call, calls
+from tools.kernels import tuning
 
 from .test_losses import LOSSES, make_inputs
 from .test_numbers import GAPS, with_sides
@@ -354,7 +353,7 @@ def test_kernels_run_where_the_features_are() -> None:
 def test_the_host_reads_nothing_back(call: Call) -> None:
     if REHEARSAL and call.backend == "triton":
         pytest.skip("kernels need a GPU")
-    (found,) = host_reads.examine([call], torch.device(DEVICE), nullcontext if REHEARSAL else host_reads.watched)
+    (found,) = gpu.host_reads([call], torch.device(DEVICE), nullcontext if REHEARSAL else gpu.watched)
     assert found.status == OK, found
 
 
@@ -367,7 +366,7 @@ def test_the_meter_of_host_reads_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
         return value * float(value.item() != 0)
 
     monkeypatch.setattr(megabatch, "clip_loss", reads)
-    (found,) = host_reads.examine([Call("clip_loss", PLAIN, "eager")], torch.device(DEVICE))
+    (found,) = gpu.host_reads([Call("clip_loss", PLAIN, "eager")], torch.device(DEVICE))
     assert found.status == FAILED
     assert found.count == 1
 
@@ -375,7 +374,7 @@ def test_the_meter_of_host_reads_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
 @cuda_only
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_small_step_launches_at_most_45_kernels(backend: str) -> None:
-    for found in launches.examine(["clip_loss"], [backend], "float32", torch.device(DEVICE)):
+    for found in gpu.launches(["clip_loss"], [backend], "float32", torch.device(DEVICE)):
         if "whole step" in found.name:
             assert found.status == OK, found
 
@@ -383,9 +382,7 @@ def test_a_small_step_launches_at_most_45_kernels(backend: str) -> None:
 @cuda_only
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_tile_launches_at_most_three_kernels_forward_and_three_backward(loss: str) -> None:
-    found = [
-        each for each in launches.examine([loss], ["triton"], "float32", torch.device(DEVICE)) if "tile" in each.name
-    ]
+    found = [each for each in gpu.launches([loss], ["triton"], "float32", torch.device(DEVICE)) if "tile" in each.name]
     assert len(found) >= 2
     assert not [str(each) for each in found if each.status != OK]
 
@@ -398,9 +395,9 @@ def test_the_meter_of_launches_can_fail() -> None:
         for _ in range(7):
             x.add_(1)
 
-    launches.profiled(work)  # the first time the profiler starts
-    _, events = launches.profiled(work)
-    assert launches.launched(events).total() == 7
+    gpu.profiled(work)  # the first time the profiler starts
+    _, events = gpu.profiled(work)
+    assert gpu.launched(events).total() == 7
 
 
 # ---- ranks
@@ -504,9 +501,11 @@ def test_ranks_equal_one_process(size: int, tmp_path: Path) -> None:
 
 
 @cuda_only
-@pytest.mark.parametrize("call", calls(LOSSES, ["eager", "triton"], ["float32"], graphs.OPTIONS), ids=str)
+@pytest.mark.parametrize(
+    "call", calls(LOSSES, ["eager", "triton"], ["float32"], (gpu.DEFAULT, PLAIN, gpu.SCALE)), ids=str
+)
 def test_a_step_can_be_captured_in_a_graph_and_compiled_with_reduce_overhead(call: Call) -> None:
-    failed = [str(found) for found in graphs.examine([call], torch.device(DEVICE)) if found.status != OK]
+    failed = [str(found) for found in gpu.graphs([call], torch.device(DEVICE)) if found.status != OK]
     assert not failed
 
 
@@ -515,9 +514,9 @@ def test_the_check_of_captures_can_fail() -> None:
     """A replay without the new numbers gives the results of the captured ones."""
 
     def stale(step: Any, inputs: Any) -> Any:
-        replay = graphs.captured(step, inputs)
+        replay = gpu.captured(step, inputs)
         return lambda others: replay(inputs)
 
     call = Call("clip_loss", PLAIN, "eager")
-    found = graphs.examine([call], torch.device(DEVICE), capture=stale, compiler=lambda forward: forward)
+    found = gpu.graphs([call], torch.device(DEVICE), capture=stale, compiler=lambda forward: forward)
     assert [each.status for each in found] == [FAILED, OK]

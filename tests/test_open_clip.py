@@ -25,7 +25,8 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import callers
-from megabatch.bench.instruments import measure, processes
+from megabatch.bench import measure, processes
+from megabatch.distributed.world import World
 from megabatch.integrations import open_clip as ours
 
 from .ranks import PATIENCE, run_apart
@@ -401,7 +402,7 @@ def test_the_program_trains_as_open_clip_train_on_two_ranks(world: Path) -> None
 # ---- where the original runs out of memory
 
 
-def step_within(limit: int, kind: str, whose: str) -> float:
+def step_within(world: World, limit: int, kind: str, whose: str) -> float:
     """open_clip's training step at 8,192 pairs, while this process may take `limit` bytes more."""
     import_torchvision()
     torch.set_num_threads(1)
@@ -427,8 +428,8 @@ def step_within(limit: int, kind: str, whose: str) -> float:
 def test_goes_on_where_the_original_runs_out_of_memory(kind: str) -> None:
     """A matrix of logits is 256 MiB, and the activations of the towers take less than another."""
     with pytest.raises(processes.OutOfMemory):
-        processes.run(step_within, 500 * MIB, kind, "original")
-    assert processes.run(step_within, 500 * MIB, kind, "ours") > 0
+        processes.launch("cpu", 1, step_within, 500 * MIB, kind, "original")
+    assert processes.launch("cpu", 1, step_within, 500 * MIB, kind, "ours")[0] > 0
 
 
 # ---- what is answered by a line, and what is refused

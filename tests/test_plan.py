@@ -138,9 +138,9 @@ def test_constants_of_the_encoders_are_those_that_table_1_gives() -> None:
     own = K / 8 * 768 * 4 / GIB
     kept = (offload[1024][1] - offload[256][1]) / ((1024 - 256) * own)
     assert round(kept, 1) == formulas.KEPT_FEATURES
-    static = formulas.total(formulas.encoder_memory(L14, 8, "amp", "adamw", "none")) / GIB
+    static = formulas.total(formulas.encoder_memory(L14, 8, "amp_bf16", "adamw", "none")) / GIB
     numbers = 128 * (L14.image.numbers + L14.text.numbers) / GIB
-    assert round((offload[32][1] - static - kept * 32 * own) / numbers, 1) == formulas.ACTIVATIONS["amp"]
+    assert round((offload[32][1] - static - kept * 32 * own) / numbers, 1) == formulas.ACTIVATIONS["amp_bf16"]
 
 
 @pytest.mark.parametrize(("method", "ranks", "data"), TABLE_1)
@@ -152,8 +152,8 @@ def test_peaks_are_near_those_of_table_1(method: str, ranks: int, data: str) -> 
 def test_backbone_of_table_4_is_near() -> None:
     """Another model, another chunk: a frozen ViT-B/16 and BERT-base, whose 77 tokens are our guess; Adafactor."""
     model = replace(B16, text_width=768)
-    parts = formulas.encoder_memory(model, 4, "amp", "adafactor", "image")
-    backbone = formulas.total(parts) + formulas.activation_memory(model, 256, "amp", "image")
+    parts = formulas.encoder_memory(model, 4, "amp_bf16", "adafactor", "image")
+    backbone = formulas.total(parts) + formulas.activation_memory(model, 256, "amp_bf16", "image")
     assert backbone / GIB == pytest.approx(8.26, rel=0.10)
 
 
@@ -383,9 +383,21 @@ def test_a_chunk_that_is_said_to_fit_does_and_twice_that_does_not() -> None:
 def test_words_of_the_trainer_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for words in (EXAMPLE, EXAMPLE.replace("--batch", "--global-batch-size").replace("--chunk", "--chunk-size")):
-        assert run_command(f"{words} --precision {'bf16' if shown else 'amp'}") == 0
+        assert run_command(words) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("word", ["tf32", "bfloat16", "float32"])
+def test_precision_has_the_words_of_open_clip_alone(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command(f"{EXAMPLE} --precision {word}")
+    assert f"invalid choice: '{word}'" in capsys.readouterr().err
+    predictions = {}
+    for known in ("amp_bf16", "amp", "bf16", "fp32"):
+        assert run_command(f"{EXAMPLE} --precision {known} --json -") == 0
+        predictions[known] = json.loads(capsys.readouterr().out)["methods"][0]["memory"]["weights"]
+    assert predictions["amp_bf16"] == predictions["amp"] == predictions["fp32"] == 2 * predictions["bf16"]
 
 
 def test_a_batch_is_repeated_as_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:

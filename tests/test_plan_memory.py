@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import megabatch
 from megabatch.backends import workspace
 from megabatch.backends.eager import Eager
-from megabatch.bench.instruments.measure import PeakMemory
+from megabatch.bench.measure import PeakMemory
 from megabatch.plan.formulas import OurLoss, total
 
 from .ranks import Pool
@@ -133,7 +133,7 @@ def test_predicted_bytes_are_those_that_a_process_takes() -> None:
         for _ in range(2):  # whatever a library keeps, it has after the first
             image.grad = text.grad = None
             workspace.empty_cache()
-            with PeakMemory() as meter:
+            with PeakMemory(torch.device("cpu")) as meter:
                 megabatch.clip_loss(image, text, scale, normalize=False).backward()
     assert total(predicted(rows, width, torch.float32).parts) == pytest.approx(meter.bytes, rel=0.05)
 

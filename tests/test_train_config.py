@@ -58,7 +58,7 @@ def values_of(option: Option) -> st.SearchStrategy[Any]:
     """Any that the field takes and keeps as it is."""
     rules = option.rules
     if option.name == "precision":
-        found: st.SearchStrategy[Any] = st.sampled_from(["fp32", "bf16", "fp16"])
+        found: st.SearchStrategy[Any] = st.sampled_from(["fp32", "amp", "amp_bf16"])
     elif "choices" in rules:
         found = st.sampled_from(rules["choices"])
     elif option.kind is bool:
@@ -131,7 +131,7 @@ def test_help_groups_flags_by_section_and_shows_defaults():
     assert "peak learning rate (default: 0.0005)" in text
     assert r"column separator (default: '\t')" in text
     assert "--lock-image, --no-lock-image" in text
-    assert "--precision {fp32,bf16,fp16,amp,amp_bf16}" in text
+    assert "--precision {fp32,amp,amp_bf16,amp_bfloat16}" in text
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_epochs_take_back_the_steps_of_a_file(yaml_file, one, other):
         found(OPTIONS[other].flag, "2", OPTIONS[one].flag, "3")
 
 
-@pytest.mark.parametrize(("given", "kept"), [("amp", "fp16"), ("amp_bf16", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("given", "kept"), [("amp_bfloat16", "amp_bf16"), ("amp", "amp"), ("fp32", "fp32")])
 def test_precisions_by_their_older_names_are_the_same(given, kept):
     assert config("--precision", given).optimization.precision == kept
 

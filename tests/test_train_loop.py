@@ -118,7 +118,7 @@ def test_every_loss_learns(shapes, tmp_path, loss):
     assert losses(dense)[0] == pytest.approx(losses(run)[0], abs=1e-5)
 
 
-@pytest.mark.parametrize(("precision", "slack"), [("bf16", 0.05), ("fp16", 0.01)])
+@pytest.mark.parametrize(("precision", "slack"), [("amp_bf16", 0.05), ("amp", 0.01)])
 def test_half_precision_trains_as_float32_does(shapes, plain, tmp_path, precision, slack):
     run = train(tmp_path, "--train-data", shapes, *QUICK, "--precision", precision)
     assert losses(run) == pytest.approx(losses(plain), abs=slack)
@@ -398,7 +398,7 @@ def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "make_scaler", too_high)
     run = train(
-        tmp_path, "--train-data", shapes, *QUICK, "--precision", "fp16", "--steps", "25", "--max-nonfinite", "20"
+        tmp_path, "--train-data", shapes, *QUICK, "--precision", "amp", "--steps", "25", "--max-nonfinite", "20"
     )
     skipped = steps(run)[-1]["train/nonfinite_steps"]
     assert 2 < skipped < 20

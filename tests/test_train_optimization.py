@@ -47,10 +47,10 @@ def test_warm_up_is_a_tenth_of_the_steps_unless_given():
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "dtype"), [("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("amp", torch.float16)]
 )
 def test_precision_is_that_of_products(precision, dtype):
     device = torch.device("cpu")
     with autocast(device, precision):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
-    assert make_scaler(device, precision).is_enabled() == (precision == "fp16")
+    assert make_scaler(device, precision).is_enabled() == (precision == "amp")

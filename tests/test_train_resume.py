@@ -180,7 +180,7 @@ def shards(tmp_path_factory):
 
 
 def test_drawn_shards_workers_and_fp16_go_on_to_the_bit_too(shards, tmp_path):
-    more = ["--dataset-resampled", "--workers", "2", "--precision", "fp16", "--val-steps", "100", "--steps", "6"]
+    more = ["--dataset-resampled", "--workers", "2", "--precision", "amp", "--val-steps", "100", "--steps", "6"]
     words = words_for(shards, tmp_path, *more)
     assert cli.main([*words, "--name", "whole"]) == 0
     assert cli.main([*words, "--name", "parts", "--steps", "4", "--lr-scheduler", "const"]) == 0

@@ -28,12 +28,12 @@ from megabatch.backends.triton_settings import (
     tuned,
     tuning_path,
 )
-from megabatch.bench.kernels.tuning import candidates
 from megabatch.losses import spec as specs
 from megabatch.losses.block import Block, Tile
 from megabatch.tiling import call
 from megabatch.tiling.options import LossOptions, Needs
 from megabatch.tiling.plan import Plan, Sizes, make_plan, working_bytes
+from tools.kernels.tuning import candidates
 
 from .test_losses import LOSSES, gradients, make_inputs
 from .test_structure import loaded_by
@@ -445,7 +445,7 @@ def test_a_spoilt_file_is_ignored_and_said_so_once(
     step()
     step()
     (message,) = caplog.messages
-    assert re.search(r"tuning.json is ignored \(.+\). Run megabatch bench kernels --tune again", message)
+    assert re.search(r"tuning.json is ignored \(.+\). Run python -m tools.kernels --tune again", message)
     assert set(launched) == {defaults("interpreter", "given")}
 
 

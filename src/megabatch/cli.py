@@ -1,8 +1,8 @@
 """The command line. A command is a module with DESCRIPTION, add_arguments(parser) and main(options) -> exit code; or
 one with DESCRIPTION and COMMANDS, which are commands of its own.
 
-It is imported when it is called, so that none pays for what another needs. It may have REFUSED: flags that it does not
-have though people look for them, and what to do instead.
+It is imported when it is called, so that none pays for what another needs: `megabatch --help` imports no torch. It may
+have REFUSED: flags that it does not have though people look for them, and what to do instead.
 """
 
 import argparse
@@ -25,6 +25,19 @@ COMMANDS = {
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")
 EXTRAS |= {"matplotlib": "bench", "triton": "triton"}
+# How near a flag must be to what was typed to be suggested.
+NEAR = 0.7
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every flag that has one, unless its help speaks of it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default in (None, False, argparse.SUPPRESS, [], "") or not action.option_strings or "default" in text:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+        return f"{text} (default: {shown})".replace("%", "%%").strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +51,7 @@ def _choose(parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, s
     """Run the one of these commands that the first word names, with the other words."""
     choices = parser.add_subparsers(title="commands", metavar="command")
     subparsers = {
-        name: choices.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        name: choices.add_parser(name, help=summary, formatter_class=Help, allow_abbrev=False)
         for name, (_, summary) in commands.items()
     }
     if not words or words[0] not in commands:
@@ -71,6 +82,6 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str], refused: Ma
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     if flag in refused:
         parser.error(f"{flag} is not a flag here. {refused[flag]}")
-    known = [name[2:] for name in parser._option_string_actions if name.startswith("--")]
-    (nearest,) = get_close_matches(flag.lstrip("-"), known, n=1, cutoff=0)
-    parser.error(f"{flag} is not known. Perhaps --{nearest} is meant.")
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    near = get_close_matches(flag, known, n=1, cutoff=NEAR)
+    parser.error(f"{flag} is not known." + (f" Perhaps {near[0]} is meant." if near else " --help lists the flags."))

@@ -1,4 +1,4 @@
-"""Launch settings of the kernels: what `megabatch bench kernels --tune` found, else a default per architecture."""
+"""Launch settings of the kernels: what `python -m tools.kernels --tune` found, else a default per architecture."""
 
 import json
 import logging
@@ -92,7 +92,7 @@ def tuning_path() -> Path:
 
 @cache
 def tuned() -> dict[str, Settings]:
-    """The settings that `megabatch bench kernels --tune` left, by `Triton.tuning_key`."""
+    """The settings that `python -m tools.kernels --tune` left, by `Triton.tuning_key`."""
     try:
         return {key: Settings(**entry) for key, entry in json.loads(tuning_path().read_bytes()).items()}
     except FileNotFoundError:
@@ -100,6 +100,6 @@ def tuned() -> dict[str, Settings]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         # No warning, which may be an error to the user: ranks wait for each other here.
         _log.warning(
-            "%s is ignored (%s). Run megabatch bench kernels --tune again, or delete it.", tuning_path(), error
+            "%s is ignored (%s). Run python -m tools.kernels --tune again, or delete it.", tuning_path(), error
         )
         return {}

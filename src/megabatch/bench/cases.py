@@ -1,22 +1,35 @@
-"""What is measured: a loss, at a number of rows, a width and a dtype; and the inputs that go with it."""
+"""What the losses are measured on: a loss at a number of rows, a width and a dtype, on one process or over ranks.
 
+`rows` are those of the whole batch everywhere: of all ranks together.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch import reference
+
+from ..distributed.world import World
+from . import formulas
+
+# Forward and backward; leaves gradients behind and returns the loss, or None where there is none.
+Step = Callable[[], Tensor | None]
+# The loss and its gradients, by name.
+Results = dict[str, Tensor]
+
+FEW_ROWS = 300
+
 
 @dataclass(frozen=True)
 class Loss:
-    """One of the five losses, as a benchmark sees it.
-
-    Attributes:
-        formed: How often a step in linear memory must form the logits: twice where dlogits need the sums of a whole
-            column. Each forming is a matrix product, and the gradient of each side is another.
-        views: Feature tensors it takes.
-        joined: Its rows and columns are all the features together, so the plane is `views` times as high and wide.
-    """
+    """One of the five losses, as a benchmark sees it: how often a step in linear memory must form the logits (twice
+    where dlogits need the sums of a whole column), how many feature tensors it takes, and whether they are joined: rows
+    and columns are then all the features together."""
 
     name: str
     scale: float
@@ -61,15 +74,7 @@ class Inputs:
         """In the order in which the losses take them."""
         return tuple(x for x in (*self.features, self.labels, self.scale, self.bias) if x is not None)
 
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return tuple(x for x in self.arguments if x.requires_grad)
-
-    def clear(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def cut(self, mine: slice) -> "Inputs":
+    def rows(self, mine: slice) -> "Inputs":
         """These rows, as leaves of their own."""
         features = tuple(x.detach()[mine].clone().requires_grad_() for x in self.features)
         return Inputs(features, None if self.labels is None else self.labels[mine], self.scale, self.bias)
@@ -84,20 +89,53 @@ class Inputs:
         return Inputs(features, self.labels, convert(self.scale), None if self.bias is None else convert(self.bias))
 
 
+@dataclass
+class LossWork:
+    """What one process computes on: its rows of a case, and who else has rows."""
+
+    case: "Case"
+    world: World
+    inputs: Inputs
+    start: int = 0
+    own_rows = True  # gradients are of this rank's rows, not of what all ranks share
+
+    def step(self, function: Callable[..., Tensor]) -> Step:
+        """A step through a function that takes the arguments of our losses."""
+
+        def step() -> Tensor:
+            loss = function(*self.inputs.arguments)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        return step
+
+    def clear(self) -> None:
+        for x in self.inputs.arguments:
+            x.grad = None
+
+    def gradients(self) -> Results:
+        inputs = self.inputs
+        named = {f"features {index}": x for index, x in enumerate(inputs.features, start=1)}
+        named |= {"the scale": inputs.scale} | ({} if inputs.bias is None else {"the bias": inputs.bias})
+        return {f"gradient of {name}": x.grad for name, x in named.items() if x.grad is not None}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One table of the benchmark. `memory_budget` is for the contender that keeps the logits."""
-
     loss: str
     rows: int
     width: int
     dtype: str = "float32"
-    memory_budget: str | None = None
     device: str = "cpu"
+    ranks: int = 1
 
     @property
     def kind(self) -> Loss:
         return LOSSES[self.loss]
+
+    @property
+    def scale(self) -> float:
+        return self.kind.scale
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,7 +144,7 @@ class Case:
 
     @property
     def side(self) -> int:
-        """Rows and columns of the plane of logits."""
+        """Rows and columns of the matrix of logits."""
         return self.rows * self.kind.views if self.kind.joined else self.rows
 
     @property
@@ -114,11 +152,40 @@ class Case:
         """The whole matrix of logits, in the precision logits are computed in."""
         return self.side**2 * (8 if self.dtype == "float64" else 4)
 
-    def with_rows(self, rows: int) -> "Case":
-        return replace(self, rows=rows)
+    def few(self, multiple: int = 1) -> "Case":
+        """The same with few rows, to check results with: a multiple of the ranks, and of `multiple` on each."""
+        unit = self.ranks * multiple
+        return replace(self, rows=max(min(self.rows, FEW_ROWS) // unit, 1) * unit)
+
+    def work(self, world: World, sizes: list[int] | None = None) -> LossWork:
+        """This rank's rows, of which it has as many as the others or what `sizes` says; one process has them all."""
+        sizes = sizes or [self.rows // world.size] * world.size
+        start = sum(sizes[: world.rank])
+        whole = self.inputs()
+        inputs = whole if world.size == 1 else whole.rows(slice(start, start + sizes[world.rank]))
+        return LossWork(self, world, inputs, start)
+
+    def expected(self, normalizes: bool = False, exact: bool = True) -> Results:
+        """What the dense loss of the whole batch gives: in float64 if `exact`, else in the case's own dtype."""
+        dense = getattr(reference, self.kind.function)
+        return self._computed(partial(dense, normalize=normalizes, group=None), exact)
+
+    def exact(self, normalizes: bool) -> Results:
+        """The same in float64 at any size: by chunks of rows."""
+        function, views = formulas.CHUNKED[self.loss], self.kind.views
+
+        def normalized(*given: Tensor) -> Tensor:
+            return function(*(F.normalize(x, dim=1) for x in given[:views]), *given[views:])
+
+        return self._computed(normalized if normalizes else function, True)
+
+    def _computed(self, function: Callable[..., Tensor], exact: bool) -> Results:
+        inputs = self.inputs().to(torch.float64) if exact else self.inputs()
+        work = LossWork(self, World(torch.device(self.device)), inputs)
+        return results(work.step(function), work)
 
     def inputs(self) -> Inputs:
-        """The same numbers every time, in every process, on one kind of device."""
+        """The whole batch: the same numbers every time, in every process, on one kind of device."""
         random = torch.Generator(self.device).manual_seed(self.rows * 31 + self.width)
 
         def unit_rows() -> Tensor:
@@ -132,16 +199,36 @@ class Case:
         labels = None
         if self.loss == "supcon":
             labels = torch.randint(-(-self.rows // 8), (self.rows,), generator=random, device=self.device)
-        # Scale and bias stay float32 beside half features, as a model's parameters do.
+        # Scale and bias stay float32 beside bf16/fp16 features, as a model's parameters do.
         scalar_dtype = torch.float64 if self.dtype == "float64" else torch.float32
-        bias = self.kind.bias
+
+        def scalar(value: float) -> Tensor:
+            return torch.tensor(value, dtype=scalar_dtype, device=self.device, requires_grad=True)
+
         return Inputs(
             tuple(x.to(self.torch_dtype).requires_grad_() for x in features),
             labels,
-            torch.tensor(self.kind.scale, dtype=scalar_dtype, device=self.device, requires_grad=True),
-            None if bias is None else torch.tensor(bias, dtype=scalar_dtype, device=self.device, requires_grad=True),
+            scalar(self.kind.scale),
+            None if self.kind.bias is None else scalar(self.kind.bias),
         )
 
     def __str__(self) -> str:
+        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
         where = "" if self.device == "cpu" else f", {self.device}"
-        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}{where}"
+        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}{where}{ranks}"
+
+
+def results(step: Step, work: Any) -> Results:
+    """The loss and every gradient, in float64."""
+    work.clear()
+    loss = step()
+    assert loss is not None
+    return {name: x.double() for name, x in {"loss": loss, **work.gradients()}.items()}
+
+
+def average(parameters: Iterable[Tensor], world: World) -> None:
+    """Gradients over ranks, as trainers do."""
+    for parameter in parameters if world.size > 1 else ():
+        if parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= world.size

@@ -1,7 +1,6 @@
 """What is computed: calls of the five losses whose options reach every branch of a kernel, and their batches.
 
-A batch is made for a number of ranks, the rows of each apart; one process is one rank. The numbers are the same every
-time, on every rank.
+A batch is made for a number of ranks; one process is one rank. The numbers are the same every time, on every rank.
 """
 
 import math
@@ -151,23 +150,13 @@ def cases(loss: str, quick: bool, few: bool = False) -> Iterator[Case]:
     tiles = {"tile": tile}
 
     yield Case(loss, "plain", rows, width, bias, {**tiles, "return_stats": True})
-    yield Case(
-        loss,
-        "ids masked, smoothing, weights" if ids else "smoothing, weights",
-        rows - 2,
-        width + 9,
-        ("weight", *ids, *extras),
-        {**tiles, **smooth, **mask, "return_stats": True},
-    )
-    yield Case(
-        loss,
-        "ids positive, per row, normalised" if ids else "per row, normalised",
-        rows - 4,
-        width + 1,
-        (*ids, *extras, *(("negative_ids",) if extras else ())),
-        {**tiles, **positive, "reduction": "none", "normalize": True},
-        absent=True,
-    )
+    options: dict[str, Any] = {**tiles, **smooth, **mask, "return_stats": True}
+    name = "ids masked, smoothing, weights" if ids else "smoothing, weights"
+    yield Case(loss, name, rows - 2, width + 9, ("weight", *ids, *extras), options)
+    given = (*ids, *extras, *(("negative_ids",) if extras else ()))
+    options = {**tiles, **positive, "reduction": "none", "normalize": True}
+    name = "ids positive, per row, normalised" if ids else "per row, normalised"
+    yield Case(loss, name, rows - 4, width + 1, given, options, absent=True)
     yield Case(loss, "fitted, scale 100", rows + 2, width, (), tiles, fitted=True)
     if quick or few:
         return

@@ -1,12 +1,11 @@
 """Is it exact? Values, statistics and every gradient against `megabatch.reference` in float64, on the same inputs.
 
-The error may exceed that of the dense loss in the same dtype by a small slack only: a few roundings of the natural size
-of a result.
+The error may exceed that of the dense loss in the same dtype by the slack of `bench/tolerance.py` only.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,17 @@ from torch import Tensor
 
 import megabatch
 from megabatch import reference
+from megabatch.bench.tolerance import slack, summed_in
 
 from ..distributed.world import World
 from .cases import SCALARS, Case, Share, of_ranks, together
 
 RETRIEVAL = ("retrieval_ranks", "similarity_topk")
-# Roundings: a few of what is computed, and some of what passes through half precision. In float64 the dense loss is the
-# truth, or nearly, and its own error nothing.
-SLACK = {torch.float64: 4e-15, torch.float32: 4e-7, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-# Cutting off is twice a rounding, and always to one side: errors add up.
+# Triton's interpreter cuts bfloat16 off where a GPU rounds: twice a rounding, always to one side, so errors add up.
 TRUNCATION = 3
 UPSTREAM = 3.0
-# What select() says when it refuses a backend.
-REFUSED = "cannot run this call"
-ALONE = "one process"
-ALL_ALIKE = "same on all ranks"
-TWICE = "same bits twice"
+REFUSED = "cannot run this call"  # the library's words
+ALONE, ALL_ALIKE, TWICE = "one process", "same on all ranks", "same bits twice"
 
 # By name: the loss, statistics, gradients.
 Results = dict[str, Tensor]
@@ -38,14 +32,11 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How a call is carried out: by which backend, on one process or with which exchange between ranks.
-
-    `truncates`: bfloat16 is cut off where a GPU rounds, as Triton's interpreter does.
-    """
+    """How a call is carried out: by which backend, on one process or with which exchange between ranks."""
 
     backend: str
     exchange: str = ""
-    truncates: bool = False
+    interpreted: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,6 +76,11 @@ class Comparison:
         found = self.note or f"off by {self.error:.2e}, allowed {self.allowed:.2e}"
         return f"{self.function} ({self.case}, {self.dtype}, {self.way}, rank {self.rank}) {self.result}: {found}"
 
+    def record(self) -> dict[str, Any]:
+        known = asdict(self) | {"ok": self.ok}
+        del known["value"]
+        return {name: float(f"{x:.3g}") if isinstance(x, float) else x for name, x in known.items()}
+
 
 def refusal(function: str, backend: str, dtype: str, device: torch.device) -> str:
     """The library's own words why a backend cannot run here; "" where it can."""
@@ -113,13 +109,16 @@ def compare_loss(case: Case, dtype: str, ways: list[Way], world: World, alone: b
 
     def step(way: Way) -> Results:
         inputs = leaves(shares[rank] | scalars, world.device)
-        group = None if alone else world.group
-        return _step(getattr(megabatch, case.loss), inputs, rank, case.options | way.options | {"group": group})
+        options = {"normalize": False, **case.options, **way.options, "group": None if alone else world.group}
+        returned = getattr(megabatch, case.loss)(**inputs, **options)
+        value, stats = returned if isinstance(returned, tuple) else (returned, {})
+        torch.autograd.backward((_upstream(value, rank) * value).sum())
+        gradients = {f"gradient of {name}": x.grad for name, x in inputs.items() if x.grad is not None}
+        return {"loss": value.detach(), **{f"statistic {name}": x for name, x in stats.items()}, **gradients}
 
     for way in ways:
+        allowed = _allowances(case, kind, truths, peers, TRUNCATION if way.interpreted else 1)
         about = (case.loss, case.title, dtype, str(way))
-        slack = SLACK[kind] * (TRUNCATION if way.truncates and kind == torch.bfloat16 else 1)
-        allowed = _allowances(case, kind, truths, peers, slack)
         if alone or world.in_step:
             yield from _compared(about, world, alone, partial(step, way), truths[rank], allowed)
 
@@ -136,27 +135,25 @@ def compare_retrieval(function: str, dtype: str, ways: list[Way], world: World, 
     keys = torch.cat([key for _, key in brought]).double()
     query, key = brought[rank]
     start = sum(len(theirs) for _, theirs in brought[:rank])
-    truth = _retrieve(reference, function, query.double(), keys, positives=start + torch.arange(len(query)))
 
-    def results(way: Way) -> Results:
-        here = (query.to(world.device), key.to(world.device))
-        options = {"group": None if alone else world.group, "tile": 64, **way.options}
-        found = _retrieve(megabatch, function, *here, **options)
-        if "indices" in found:  # equal scores may come in any order
+    def comparable(found: Results) -> Results:
+        """Equal scores may come in any order: of indices, their scores, and that they are distinct."""
+        if "indices" in found:
             indices = found.pop("indices").cpu()
             found["scores of the indices"] = (query.double()[:, None] * keys[indices]).sum(2)
-            found["distinct indices"] = torch.stack([row.unique().numel() * torch.ones(()) for row in indices])
+            found["distinct indices"] = torch.tensor([float(row.unique().numel()) for row in indices])
         return found
 
-    if "indices" in truth:
-        indices = truth.pop("indices")
-        truth["scores of the indices"] = truth["values"]
-        truth["distinct indices"] = torch.full((len(query),), float(indices.shape[1]))
-    exact = dict.fromkeys(truth, 0.0)
+    def results(way: Way) -> Results:
+        options = {"group": None if alone else world.group, "tile": 64, **way.options}
+        return comparable(_retrieve(megabatch, function, query.to(world.device), key.to(world.device), **options))
+
+    truth = _retrieve(reference, function, query.double(), keys, positives=start + torch.arange(len(query)))
+    truth = comparable(truth)
     for way in ways:
         about = (function, "whole numbers", dtype, str(way))
         if alone or world.in_step:
-            yield from _compared(about, world, alone, partial(results, way), truth, exact)
+            yield from _compared(about, world, alone, partial(results, way), truth, dict.fromkeys(truth, 0.0))
 
 
 def _retrieve(library: Any, function: str, query: Tensor, key: Tensor, **options: Any) -> Results:
@@ -180,8 +177,7 @@ def _compared(
     try:
         ours, again = run(), run()
     except Exception as raised:
-        text = " ".join(str(raised).split())
-        complaint = f"raised {type(raised).__name__}: {text}"
+        complaint = f"raised {type(raised).__name__}: {' '.join(str(raised).split())}"
     if not alone:
         complaints = world.gather(complaint)
         if any(said != complaint for said in complaints):
@@ -200,15 +196,12 @@ def _compared(
             continue
         error = _largest(ours[name].double().cpu() - exact.cpu())
         value = ours[name].item() if name == "loss" and exact.dim() == 0 else None
-        note = "" if math.isfinite(error) else "is not finite"
-        found = error if math.isfinite(error) else None
-        yield Comparison(*about, name, found, allowed[name], note, rank, value)
+        finite = math.isfinite(error)
+        note = "" if finite else "is not finite"
+        yield Comparison(*about, name, error if finite else None, allowed[name], note, rank, value)
     differing = [name for name, x in ours.items() if not torch.equal(x, again[name])]
     note = f"{', '.join(differing)}: another result in a second run" if differing else ""
     yield Comparison(*about, TWICE, None if differing else 0.0, note=note, rank=rank)
-
-
-# A step with ours, and what it must give.
 
 
 def leaves(tensors: Share, device: torch.device, dtype: torch.dtype | None = None) -> Share:
@@ -218,14 +211,6 @@ def leaves(tensors: Share, device: torch.device, dtype: torch.dtype | None = Non
         copy = x.to(device, dtype if x.is_floating_point() else None, copy=True)
         copies[name] = copy.requires_grad_(x.is_floating_point() and name != "weight")
     return copies
-
-
-def _step(function: Callable[..., Any], inputs: Share, rank: int, options: dict[str, Any]) -> Results:
-    returned = function(**inputs, **{"normalize": False, **options})
-    value, stats = returned if isinstance(returned, tuple) else (returned, {})
-    torch.autograd.backward((_upstream(value, rank) * value).sum())
-    gradients = {f"gradient of {name}": x.grad for name, x in inputs.items() if x.grad is not None}
-    return {"loss": value.detach(), **{f"statistic {name}": x for name, x in stats.items()}, **gradients}
 
 
 def _upstream(value: Tensor, rank: int) -> Tensor:
@@ -239,21 +224,16 @@ def _expected(
     case: Case, shares: list[Share], scalars: Share, device: torch.device, dtype: torch.dtype | None
 ) -> list[Results]:
     """What every rank must get, from the dense loss of all rows together; `dtype` None: in that of the features."""
-    copies = [leaves(share, device, dtype) for share in shares]
-    numbers = leaves(scalars, device, dtype)
+    copies, numbers = [leaves(share, device, dtype) for share in shares], leaves(scalars, device, dtype)
     options = {name: x for name, x in case.options.items() if name not in ("tile", "memory_budget")}
-    returned = getattr(reference, case.loss)(
-        **together(copies), **numbers, **{"normalize": False, **options}, group=None
-    )
+    given = {**together(copies), **numbers, "normalize": False, **options}
+    returned = getattr(reference, case.loss)(**given, group=None)
     value, stats = returned if isinstance(returned, tuple) else (returned, {})
     ranks, sizes = len(shares), [len(next(iter(share.values()))) for share in shares]
     per_row = value.dim() == 1
     values = of_ranks(case.loss, value, sizes) if per_row else [value] * ranks
-    if per_row:
-        total = torch.stack([(_upstream(own, rank) * own).sum() for rank, own in enumerate(values)]).sum()
-    else:
-        total = _upstream(value, 0) * value
-    torch.autograd.backward(total)
+    total = torch.stack([(_upstream(own, rank) * own).sum() for rank, own in enumerate(values)]).sum()
+    torch.autograd.backward(total if per_row else total / ranks)
     # grad_reduction "mean": trainers divide gradients by the number of ranks. Per-row losses are the caller's affair.
     of_features, of_scalars = (1.0, 1 / ranks) if per_row else (float(ranks), 1.0)
     expected = []
@@ -270,30 +250,22 @@ def _grad(x: Tensor) -> Tensor:
 
 
 def _allowances(
-    case: Case, dtype: torch.dtype, truths: list[Results], peers: list[Results], slack: float
+    case: Case, dtype: torch.dtype, truths: list[Results], peers: list[Results], factor: int
 ) -> dict[str, float]:
-    """What each result may be off by: the dense loss's own error on any rank, and the slack, of gradients `slack`."""
-    computed = torch.float64 if dtype == torch.float64 else torch.float32
-    single = SLACK[computed]
-    batch = sum(len(x) for x in (truth[next(n for n in truth if _of_features(n))] for truth in truths))
+    """What each result may be off by: the dense loss's own error on any rank, and the slack."""
     summed = case.options.get("reduction", "mean") != "mean"
-    # A logit is off by roundings of its size, and every probability by that share.
-    conditioning = 2 * torch.finfo(computed).eps * case.scale
     allowed = {}
     for name in truths[0]:
         pairs = [(peer[name].double().cpu(), truth[name].cpu()) for peer, truth in zip(peers, truths, strict=True)]
-        dense = max(_largest(peer - truth) for peer, truth in pairs)
-        largest = max(_largest(truth) for _, truth in pairs)
-        if _of_features(name):  # dlogits are of size 1 / rows, and the scale comes on top
-            natural, rounding = case.scale * len(truths) / (1 if summed else batch), max(slack, 5 * single)
-        else:
-            natural, rounding = 1.0, 5 * single
-        allowed[name] = dense + single * natural + (rounding + conditioning) * largest
+        dense, largest = (max(map(_largest, found)) for found in ([a - b for a, b in pairs], [b for _, b in pairs]))
+        of_features = name.startswith("gradient of ") and name.removeprefix("gradient of ") not in SCALARS
+        # dlogits are of size 1 / rows, and the scale comes on top.
+        rows = sum(len(truth[name]) for truth in truths) if of_features and not summed else 1
+        natural = case.scale * len(truths) / rows if of_features else 1.0
+        kind = dtype if of_features else summed_in(dtype)
+        times = factor if kind == torch.bfloat16 else 1
+        allowed[name] = dense + times * UPSTREAM * slack(kind, largest / UPSTREAM, natural, case.scale)
     return allowed
-
-
-def _of_features(name: str) -> bool:
-    return name.startswith("gradient of ") and name.removeprefix("gradient of ") not in SCALARS
 
 
 def _largest(x: Tensor) -> float:
@@ -302,19 +274,17 @@ def _largest(x: Tensor) -> float:
 
 def merged(everyones: list[list[Comparison]]) -> list[Comparison]:
     """The ranks' comparisons as one list: each as it was on the rank where it was worst."""
-    worst: dict[tuple[str, str, str, str, str], Comparison] = {}
-    values: dict[tuple[str, str, str, str, str], set[float]] = {}
-    for comparisons in everyones:
-        for found in comparisons:
-            key = (found.function, found.case, found.dtype, found.way, found.result)
-            if key not in worst or found.share > worst[key].share:
-                worst[key] = found
-            if found.value is not None and not found.way.endswith(ALONE):
-                values.setdefault(key, set()).add(found.value)
+    worst: dict[tuple[str, ...], Comparison] = {}
+    values: dict[tuple[str, ...], set[float]] = {}
+    for found in (one for comparisons in everyones for one in comparisons):
+        key = (found.function, found.case, found.dtype, found.way, found.result)
+        if key not in worst or found.share > worst[key].share:
+            worst[key] = found
+        if found.value is not None and not found.way.endswith(ALONE):
+            values.setdefault(key, set()).add(found.value)
     alike = []
-    if len(everyones) > 1:
-        for about, seen in values.items():
-            spread = max(seen) - min(seen)
-            note = f"ranks got {' and '.join(map(repr, sorted(seen)))}" if spread else ""
-            alike.append(Comparison(*about[:4], ALL_ALIKE, spread, note=note))
+    for (function, case, dtype, way, _), seen in values.items() if len(everyones) > 1 else ():
+        spread = max(seen) - min(seen)
+        note = f"ranks got {' and '.join(map(repr, sorted(seen)))}" if spread else ""
+        alike.append(Comparison(function, case, dtype, way, ALL_ALIKE, spread, note=note))
     return [*worst.values(), *alike]

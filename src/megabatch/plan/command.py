@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,23 +14,15 @@ from .models import MODELS, Model
 from .prediction import Run, predict
 from .report import UNITS, document, report
 
-_METHODS = "\n".join(f"    {name:<10} {what}" for name, what in METHODS.items())
-DESCRIPTION = f"""\
+DESCRIPTION = """\
 What batch fits, how long is a step, and what limits it? PREDICTED from formulas: nothing is run or measured.
-
     megabatch plan --model ViT-L-14 --gpu A800-80 --gpus 8 --batch 256k --chunk 128
-
-One row for every method:
-{_METHODS}
-
-Memory is of one GPU: weights, gradients and optimizer, the data, and the loss or the activations of one chunk with the
-features, whichever is more; without --chunk, both. The formulas are in megabatch/plan/formulas.py;
+One row for every method: dense (CLIP's loss on every GPU), openclip (local_loss, gather_with_grad), inf-cl (the code of
+arXiv 2410.17243), ring and gather (megabatch). Memory is of one GPU. The formulas are in megabatch/plan/formulas.py;
 docs/plan.md says how near they come to printed figures.
 """
 Thing = TypeVar("Thing")
-# What `megabatch train` calls it.
-SAME_PRECISION = {"bf16": "amp"}
-DIMENSIONS = [member.name for member in fields(Model) if member.type is int]
+DIMENSIONS = [member for member in fields(Model) if member.type is int]
 PCIE = 32e9  # bytes per second of version 4 with 16 lanes
 # Flag: the Gpu's field, what one of it is, and what it says.
 GPU_FLAGS = {
@@ -45,53 +37,25 @@ GPU_FLAGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="NAME", help=f"of {', '.join(MODELS)}; dimensions that are given replace its own"
-    )
-    parser.add_argument("--gpu", metavar="NAME", help=f"of {', '.join(GPUS)}; figures that are given replace its own")
-    parser.add_argument("--gpus", type=_positive, default=1, metavar="N", help="how many (default 1)")
-    parser.add_argument(
-        "--batch",
-        "--global-batch-size",
-        type=_batch,
-        required=True,
-        metavar="B",
-        help="rows of all GPUs together: 32768, 32k, 1M (k = 1024)",
-    )
-    parser.add_argument(
-        "--chunk",
-        "--chunk-size",
-        type=_batch,
-        metavar="C",
-        help="rows that one GPU encodes at a time; default: all of them at once",
-    )
-    parser.add_argument(
-        "--precision",
-        type=lambda word: SAME_PRECISION.get(word, word),
-        choices=WEIGHTS,
-        default="amp",
-        help="amp (default; bf16 of megabatch train): float32 weights, bfloat16 products; bfloat16: all; tf32",
-    )
-    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
-    parser.add_argument(
-        "--data",
-        choices=DATA,
-        default="gpu-float32",
-        help="where the images of a step wait for their chunk (default gpu-float32, as in the paper)",
-    )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default adamw")
-    parser.add_argument(
-        "--frozen", choices=("none", "image", "text"), default="none", help="a tower that is not trained"
-    )
-    parser.add_argument(
-        "--memory-budget", type=_mebibytes, metavar="MIB", help="of megabatch's loss; a large one keeps logits"
-    )
-    parser.add_argument(
-        "--json", metavar="PATH", help="write all of it as JSON to this file; - for the terminal, instead of the table"
-    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=f"of {', '.join(MODELS)}; dimensions that are given replace its own")
+    add("--gpu", metavar="NAME", help=f"of {', '.join(GPUS)}; figures that are given replace its own")
+    add("--gpus", type=_positive, default=1, metavar="N", help="how many")
+    batch = "rows of all GPUs together: 32768, 32k, 1M (k = 1024)"
+    add("--batch", "--global-batch-size", type=_batch, required=True, metavar="B", help=batch)
+    chunk = "rows that one GPU encodes at a time (default: all of them at once)"
+    add("--chunk", "--chunk-size", type=_batch, metavar="C", help=chunk)
+    words = "OpenCLIP's: amp_bf16, amp: float32 weights, bf16/fp16 products; bf16: weights too; fp32: tf32 products"
+    add("--precision", choices=WEIGHTS, default="amp_bf16", help=words)
+    add("--method", nargs="+", choices=METHODS, default=list(METHODS), help="which rows")
+    add("--data", choices=DATA, default="gpu-float32", help="where the images of a step wait for their chunk")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="what it keeps of a parameter is counted")
+    add("--frozen", choices=("none", "image", "text"), default="none", help="a tower that is not trained")
+    add("--memory-budget", metavar="SIZE", help="of megabatch's loss, such as 512MiB; a large one keeps logits")
+    add("--json", metavar="PATH", help="write all of it as JSON to this file; - for the terminal, instead of the table")
     dimensions = parser.add_argument_group("dimensions of a model")
-    for name in DIMENSIONS:
-        dimensions.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N")
+    for member in DIMENSIONS:
+        dimensions.add_argument(f"--{member.name.replace('_', '-')}", type=_positive, metavar="N")
     figures = parser.add_argument_group("figures of a GPU")
     for flag, (_, _, text) in GPU_FLAGS.items():
         figures.add_argument(f"--{flag}", type=_amount, metavar="X", help=text)
@@ -99,10 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(word: str) -> int:
-    number = int(word) if word.isdecimal() else 0
-    if number < 1:
+    if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {word!r}.")
-    return number
+    return int(word)
 
 
 def _batch(word: str) -> int:
@@ -123,22 +86,20 @@ def _amount(word: str) -> float:
     return number
 
 
-def _mebibytes(word: str) -> int:
-    return _positive(word) * 2**20
-
-
-class Mistake(Exception):
-    """The user's; the text says what to do."""
-
-
 def main(options: argparse.Namespace) -> int:
     try:
         run = _run(options)
         predictions = [predict(run, method) for method in options.method]
         text = json.dumps(document(run, predictions), indent=1, allow_nan=False)
         if options.json not in (None, "-"):
-            _write(Path(options.json), text)
-    except (Mistake, ValueError) as error:  # of values: what the library has against a budget
+            Path(options.json).write_text(text + "\n")
+    except OSError as error:
+        print(
+            f"megabatch plan: --json must be a path that can be written to, got {options.json}: {error}",
+            file=sys.stderr,
+        )
+        return 2
+    except ValueError as error:
         print(f"megabatch plan: {error}", file=sys.stderr)
         return 2
     print(text if options.json == "-" else report(run, predictions))
@@ -147,58 +108,45 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise Mistake(f"--json must be a path that can be written to, got {path}: {error}") from error
-
-
-# ---- from the flags to a run
+# ---- from the flags to a run. ValueError: a mistake of the user's, with what to do
 
 
 def _run(options: argparse.Namespace) -> Run:
-    run = Run(
-        model=_model(options),
-        gpu=_gpu(options),
-        gpus=options.gpus,
-        batch=options.batch,
-        chunk=options.chunk,
-        precision=options.precision,
-        data=options.data,
-        optimizer=options.optimizer,
-        frozen=options.frozen,
-        budget=options.memory_budget,
-    )
+    names = ("gpus", "batch", "chunk", "precision", "data", "optimizer", "frozen")
+    given = {name: getattr(options, name) for name in names}
+    run = Run(model=_model(options), gpu=_gpu(options), budget=_budget(options.memory_budget), **given)
     if run.batch % run.gpus:
         below = run.batch // run.gpus * run.gpus
         near = f"{below} or {below + run.gpus}" if below else f"{run.gpus}"
-        raise Mistake(f"--batch must be a multiple of --gpus, got {run.batch} for {run.gpus}. Use {near}.")
+        raise ValueError(f"--batch must be a multiple of --gpus, got {run.batch} for {run.gpus}. Use {near}.")
     if run.model.patch_size > run.model.image_size:
-        raise Mistake(
-            f"--patch-size must be at most --image-size, got {run.model.patch_size} and {run.model.image_size}."
-        )
+        got = f"{run.model.patch_size} and {run.model.image_size}"
+        raise ValueError(f"--patch-size must be at most --image-size, got {got}.")
     return run
 
 
+def _budget(word: str | None) -> int | None:
+    if word is None:
+        return None
+    digits = word.rstrip("KMGiB")
+    sizes = {"MiB": 2**20, "GiB": 2**30, "KiB": 2**10}
+    if word[len(digits) :] not in sizes or not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"--memory-budget must be a size such as 512MiB, got {word!r}.")
+    return int(digits) * sizes[word[len(digits) :]]
+
+
 def _model(options: argparse.Namespace) -> Model:
-    given = {name: value for name in DIMENSIONS if (value := getattr(options, name)) is not None}
+    given = {one.name: value for one in DIMENSIONS if (value := getattr(options, one.name)) is not None}
     if options.model is not None:
         model = _named("--model", options.model, MODELS)
         return replace(model, **given, name=f"{model.name} with other dimensions" if given else model.name)
-    try:
-        return Model("a model of these dimensions", **given)
-    except TypeError as error:
-        missing = [f"--{name.replace('_', '-')}" for name in _without_default() if name not in given]
-        raise Mistake(
-            f"--model must be named or all its dimensions given, missing {', '.join(missing)}. "
-            f"Models are {', '.join(MODELS)}."
-        ) from error
-
-
-def _without_default() -> list[str]:
-    defaults = set(vars(Model))  # of a dataclass: its defaults are attributes of the class
-    return [name for name in DIMENSIONS if name not in defaults]
+    missing = [one.name for one in DIMENSIONS if one.default is MISSING and one.name not in given]
+    if missing:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(
+            f"--model must be named or all its dimensions given, missing {flags}. Models are {', '.join(MODELS)}."
+        )
+    return Model("a model of these dimensions", **given)
 
 
 def _gpu(options: argparse.Namespace) -> Gpu:
@@ -212,7 +160,7 @@ def _gpu(options: argparse.Namespace) -> Gpu:
     needed = ["memory", "tflops", "bandwidth", *(["link"] if options.gpus > 1 else [])]
     missing = [f"--{flag}" for flag in needed if not flags[flag]]
     if missing:
-        raise Mistake(
+        raise ValueError(
             f"--gpu must be named or its figures given, missing {', '.join(missing)}. GPUs are {', '.join(GPUS)}."
         )
     link = given.get("link", PCIE)
@@ -222,14 +170,14 @@ def _gpu(options: argparse.Namespace) -> Gpu:
 
 def _named(flag: str, name: str, known: dict[str, Thing]) -> Thing:
     """By its name, whatever the case and the separators, or by a beginning or end of four letters that no other has."""
-    plain, wanted = {_plain(one): one for one in known}, _plain(name)
-    alike = [one for one in plain if len(wanted) >= 4 and (one.startswith(wanted) or one.endswith(wanted))]
-    if wanted in plain or len(alike) == 1:
-        return known[plain[wanted if wanted in plain else alike[0]]]
-    near = alike or get_close_matches(wanted, plain, n=3, cutoff=0.5)
-    meant = f" Perhaps {' or '.join(plain[one] for one in near)} is meant." if near else ""
-    raise Mistake(f"{flag} must be one of {', '.join(known)}, got {name!r}.{meant}")
 
+    def plain(word: str) -> str:
+        return "".join(letter for letter in word.lower() if letter.isalnum())
 
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    names, wanted = {plain(one): one for one in known}, plain(name)
+    alike = [one for one in names if len(wanted) >= 4 and (one.startswith(wanted) or one.endswith(wanted))]
+    if wanted in names or len(alike) == 1:
+        return known[names[wanted if wanted in names else alike[0]]]
+    near = alike or get_close_matches(wanted, names, n=3, cutoff=0.5)
+    meant = f" Perhaps {' or '.join(names[one] for one in near)} is meant." if near else ""
+    raise ValueError(f"{flag} must be one of {', '.join(known)}, got {name!r}.{meant}")

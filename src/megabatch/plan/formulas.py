@@ -19,7 +19,7 @@ import torch
 
 from ..backends.backend import Backend
 from ..backends.eager import Eager
-from ..losses.spec import Spec, clip
+from ..losses.spec import clip
 from ..losses.state import state_fields
 from ..tiling.guards import strip_height
 from ..tiling.options import LossOptions, Needs
@@ -73,10 +73,8 @@ def ring_only_memory(batch: int, ranks: int, width: int) -> float:
 class OurLoss:
     """A training step of clip_loss on one of n ranks, all of which bring the same number of rows.
 
-    Attributes:
-        feature: Bytes of a number of the features.
-        operand: Bytes of what products multiply; less than 4 where bf16/fp16 is multiplied into float32.
-        threads: Of the CPU. Tiles depend on them.
+    `feature` and `operand`: bytes of a number of the features and of what products multiply, less than 4 where
+    bf16/fp16 is multiplied into float32. Tiles depend on the threads of a CPU.
     """
 
     rows: int
@@ -91,22 +89,16 @@ class OurLoss:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes at the peak beyond the features themselves, by part."""
-        # Of the backward, which holds more than the forward.
-        always: dict[str, float] = {
-            "gradients": 2 * self._block(FLOAT),
-            "tiles": self._working,
-            "kept logits": self._kept,
-            # The saved state of both sides, and 1 / sum_exp in half the bytes.
-            "vectors": (2 * len(state_fields(self._spec, stats=False)) + 1) * self._vector,
-        }
-        if self._gathers:  # those of all ranks
-            always["vectors"] *= self.ranks
+        """Bytes at the peak beyond the features themselves, by part: of the backward, which holds more."""
+        plan, states = self.plan, len(state_fields(self._options.spec, stats=False))
+        # The saved state of both sides, of all ranks where they gather, and 1 / sum_exp in half the bytes.
+        vectors = (2 * states + 1) * self.rows * DOUBLE * (self.ranks if self._gathers else 1)
+        always: dict[str, float] = {"gradients": 2 * self._block(FLOAT), "tiles": self._working}
+        always |= {"kept logits": plan.kept * plan.slot_size * FLOAT, "vectors": vectors}
         # Beside the dlogits of a tile, four vectors of its rows and columns.
-        beside_a_tile = 4 * (self.plan.rows + self.plan.columns) * DOUBLE
-        tiles = always | {"vectors": always["vectors"] + beside_a_tile, "exchange": self._exchange()}
-        finish = always | {"finish": self._finish()}
-        return max(tiles, finish, key=total)
+        beside_a_tile = 4 * (plan.rows + plan.columns) * DOUBLE
+        tiles = always | {"vectors": vectors + beside_a_tile, "exchange": self._exchange(states)}
+        return max(tiles, always | {"finish": self._finish()}, key=total)
 
     def _finish(self) -> float:
         """After the last tile: the scale's gradient is summed by strips, of bf16/fp16 features converted ones, then
@@ -119,28 +111,23 @@ class OurLoss:
         strip = min(self.rows, strip_height(torch.empty(1, self.width, device=place))) * self.width * FLOAT
         return strip + max(strip if half else 0, rounded)
 
-    def _exchange(self) -> float:
+    def _exchange(self, states: int) -> float:
         """Gathered: the features of all ranks' columns, and their gradients, in one tensor with those that arrive and
         those that leave. On a ring: two packed blocks with room for sums, and the sum that is added to."""
-        if self.ranks == 1:
-            return 0.0
         if self._gathers:
             return self.ranks * (self._block(self.feature) + 3 * self._block(FLOAT))
-        return 2 * self._packed + 3 * self._block(FLOAT)
-
-    @property
-    def _packed(self) -> float:
-        """Features with the saved state of their rows."""
-        return self._block(self.feature) + len(state_fields(self._spec, stats=False)) * self._vector
+        packed = self._block(self.feature) + states * self.rows * DOUBLE
+        return 2 * packed + 3 * self._block(FLOAT) if self.ranks > 1 else 0.0
 
     @property
     def wire(self) -> float:
         """Bytes that a rank sends. Gathered: its features to all, sums of statistics of all rows twice, gradients to
         their owners. On a ring: features, then the state of its columns; features and state, then gradients."""
-        others, states = self.ranks - 1, len(state_fields(self._spec, stats=False)) * self._vector
+        vector, features, gradients = self.rows * DOUBLE, self._block(self.feature), self._block(FLOAT)
+        states = len(state_fields(self._options.spec, stats=False)) * vector
         if self._gathers:
-            return others * (self._block(self.feature) + 2 * 2 * (states - self._vector) + self._block(FLOAT))
-        return others * (self._block(self.feature) + states + self._packed + self._block(FLOAT))
+            return (self.ranks - 1) * (features + 2 * 2 * (states - vector) + gradients)
+        return (self.ranks - 1) * (2 * (features + states) + gradients)
 
     @property
     def products(self) -> float:
@@ -156,10 +143,6 @@ class OurLoss:
     @property
     def _gathers(self) -> bool:
         return self.ranks > 1 and self.exchange == "gather"
-
-    @property
-    def _spec(self) -> Spec:
-        return self._options.spec
 
     @property
     def _options(self) -> LossOptions:
@@ -188,21 +171,12 @@ class OurLoss:
 
     @property
     def _working(self) -> int:
-        plan = self.plan
-        working = working_bytes(self._options, self._sizes, plan.rows, plan.columns)
-        across = (-(-length // plan.columns) for length in self._sizes.columns + self._sizes.remote)
-        tiles = -(-self.rows // plan.rows) * sum(across)
+        plan, sizes = self.plan, self._sizes
+        across = (-(-length // plan.columns) for length in sizes.columns + sizes.remote)
         # Where all logits are kept, the eager backend has no buffer for those of a tile.
-        unused = plan.rows * plan.columns * FLOAT if self.backend is Eager and plan.kept >= tiles else 0
-        return working - unused
-
-    @property
-    def _kept(self) -> int:
-        return self.plan.kept * self.plan.slot_size * FLOAT
-
-    @property
-    def _vector(self) -> int:
-        return self.rows * DOUBLE
+        unused = self.backend is Eager and plan.kept >= -(-self.rows // plan.rows) * sum(across)
+        working = working_bytes(self._options, sizes, plan.rows, plan.columns)
+        return working - (plan.rows * plan.columns * FLOAT if unused else 0)
 
     def _block(self, element: int) -> int:
         return self.rows * self.width * element
@@ -215,13 +189,14 @@ def total(parts: Mapping[str, float]) -> float:
 # ---- memory of the encoders
 
 # Bytes of a parameter: itself, its gradient, and the copy of the gradient that DistributedDataParallel sends. COUNTED.
-WEIGHTS = {"amp": 4, "bfloat16": 2, "tf32": 4}
+WEIGHTS = {"amp_bf16": 4, "amp": 4, "bf16": 2, "fp32": 4}
 # What an optimizer keeps of a parameter, in numbers. COUNTED; Adafactor's second moment is a row and a column, and its
 # first is in bfloat16 in the paper's code.
 OPTIMIZERS = {"adamw": 2.0, "lion": 1.0, "sgd": 1.0, "adafactor": 0.5}
-# Bytes that are kept for the backward for each token, layer and number of the width. That of `amp` is FITTED: 42.40 GB
-# of Table 1 (offload, 32k). Without autocast 16 numbers: COUNTED, with an attention that does not write its scores out.
-ACTIVATIONS = {"amp": 41.0, "bfloat16": 32.0, "tf32": 64.0}
+# Bytes that are kept for the backward for each token, layer and number of the width. That of `amp_bf16` is FITTED:
+# 42.40 GB of Table 1 (offload, 32k). Without autocast 16 numbers: COUNTED, with an attention that does not write its
+# scores out.
+ACTIVATIONS = {"amp_bf16": 41.0, "amp": 41.0, "bf16": 32.0, "fp32": 64.0}
 # Float32 copies of the own features of one side that the paper's training loop holds beside the activations. FITTED on
 # Table 1 (offload, 256k to 1024k).
 KEPT_FEATURES = 8.3
@@ -292,7 +267,7 @@ def all_reduce_bytes(model: Model, ranks: int, precision: str, frozen: str) -> f
 
 # Of the peak of matrix units, by encoders: FITTED on one figure, 48.9 s of Figure 4 (open_clip's loss, 64k).
 ENCODER_EFFICIENCY = 0.377
-# The same by losses. Of ours and the paper's kernels as `megabatch bench kernels` predicts them on an A100
+# The same by losses. Of ours and the paper's kernels as `python -m tools.kernels` predicts ours on an A100
 # (docs/kernels.md), which no GPU has confirmed; of library products ASSUMED.
 LOSS_EFFICIENCY = {"dense": 0.75, "openclip": 0.75, "inf-cl": 0.37, "ring": 0.66, "gather": 0.66}
 # Matrices of float32 logits that are read or written where they are held, both directions together. ASSUMED.
@@ -329,4 +304,4 @@ def host_seconds(bytes_: float, gpu: Gpu) -> float:
 
 
 def _peak(gpu: Gpu, precision: str) -> float:
-    return gpu.tf32 if precision == "tf32" else gpu.half
+    return gpu.tf32 if precision == "fp32" else gpu.half

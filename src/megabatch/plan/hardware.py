@@ -7,18 +7,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU in its usual server.
-
-    Attributes:
-        capacity: Bytes of its memory.
-        half: Products of bfloat16 or float16 summed in float32, dense, flops per second.
-        tf32: The same of float32 rounded to tf32.
-        memory: Bytes per second from and to its memory.
-        link: Bytes per second to another GPU of its node, one direction.
-        host: Bytes per second from the host's memory.
-        network: Bytes per second to another node, one direction, for each GPU: the adapter that is usual beside it.
-        per_node: GPUs of a node.
-    """
+    """One GPU in its usual server: bytes of memory, flops per second of dense products of bf16/fp16 summed in float32
+    and of tf32, bytes per second from and to its memory, to another GPU of its node in one direction, from the host's
+    memory, and to another node by the adapter that is usual beside it."""
 
     name: str
     capacity: float

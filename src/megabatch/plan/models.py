@@ -19,20 +19,15 @@ class Layers:
     mlp_ratio: float = 4.0
 
     @property
-    def hidden(self) -> int:
-        return int(self.width * self.mlp_ratio)
-
-    @property
     def parameters(self) -> int:
         """Four projections of the attention, two of the MLP, two norms; all with biases."""
-        attention = 4 * (self.width**2 + self.width)
-        mlp = 2 * self.width * self.hidden + self.hidden + self.width
-        return self.layers * (attention + mlp + 4 * self.width)
+        width, hidden = self.width, int(self.width * self.mlp_ratio)
+        return self.layers * (4 * (width**2 + width) + 2 * width * hidden + hidden + width + 4 * width)
 
     @property
     def flops(self) -> float:
         """Of a forward of one sample: the projections, then each token with each other, twice."""
-        projections = self.tokens * (8 * self.width**2 + 4 * self.width * self.hidden)
+        projections = self.tokens * (8 * self.width**2 + 4 * self.width * int(self.width * self.mlp_ratio))
         return self.layers * (projections + 4 * self.tokens**2 * self.width)
 
     @property
@@ -72,15 +67,13 @@ class Model:
     @property
     def image_parameters(self) -> int:
         """The layers, the patches' matrix, class token, positions, two norms, and the projection to the features."""
-        width = self.image_width
-        patches = COLOURS * self.patch_size**2 * width
-        return self.image.parameters + patches + width + self.image.tokens * width + 4 * width + width * self.embed_dim
+        beside = COLOURS * self.patch_size**2 + 1 + self.image.tokens + 4 + self.embed_dim
+        return self.image.parameters + beside * self.image_width
 
     @property
     def text_parameters(self) -> int:
         """The layers, the vocabulary, positions, a norm, and the projection to the features."""
-        width = self.text_width
-        return self.text.parameters + (self.vocabulary + self.text_length + 2 + self.embed_dim) * width
+        return self.text.parameters + (self.vocabulary + self.text_length + 2 + self.embed_dim) * self.text_width
 
     @property
     def parameters(self) -> int:

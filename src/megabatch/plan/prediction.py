@@ -1,6 +1,5 @@
 """A run, and what is predicted for it: the formulas put together."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..backends.triton_backend import Triton
@@ -15,20 +14,14 @@ NOTHING_FITS = "all but the batch"
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be run. Names are those of the command's flags.
-
-    Attributes:
-        chunk: Rows that are encoded at a time on one GPU; None: all of them.
-        frozen: The tower that is not trained, or "none".
-        budget: Bytes that our loss may take for tiles and kept logits; None: its default.
-    """
+    """What is to be run. Names are those of the command's flags; `budget` is our loss's, in bytes."""
 
     model: Model
     gpu: Gpu
     gpus: int
     batch: int
     chunk: int | None = None
-    precision: str = "amp"
+    precision: str = "amp_bf16"
     data: str = "gpu-float32"
     optimizer: str = "adamw"
     frozen: str = "none"
@@ -46,7 +39,7 @@ class Run:
     @property
     def feature(self) -> int:
         """Bytes of a number of the features."""
-        return 4 if self.precision == "tf32" else 2
+        return 4 if self.precision == "fp32" else 2
 
     def our_loss(self, exchange: str) -> OurLoss:
         """Our loss in this run, by the kernels for GPUs."""
@@ -73,11 +66,9 @@ class Memory:
     def summit(self) -> dict[str, float]:
         """The parts that make the peak."""
         encoders = {"activations": self.activations, "features": self.features}
-        highest = max({"loss": self.loss}, encoders, key=total)
-        if self.in_one_piece:
-            highest = {"activations": self.activations, "loss": self.loss}
-        static = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        return static | {"data": self.data} | highest
+        in_one_piece = {"activations": self.activations, "loss": self.loss}
+        highest = in_one_piece if self.in_one_piece else max({"loss": self.loss}, encoders, key=total)
+        return {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "data")} | highest
 
     @property
     def peak(self) -> float:
@@ -92,14 +83,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step, by part.
-
-    Attributes:
-        wire: Of the loss.
-        all_reduce: Of the weights' gradients.
-        copies: From the host's memory.
-        overlaps: The loss computes while its blocks travel.
-    """
+    """Seconds of a step, by part: `wire` of the loss, `all_reduce` of the weights' gradients, `copies` from the host.
+    `overlaps`: the loss computes while its blocks travel."""
 
     encoders: float
     loss: float
@@ -121,26 +106,15 @@ class Time:
     @property
     def limit(self) -> str:
         """What takes longest: compute of encoders or loss, the wire, or copies from the host."""
-        parts = {
-            "encoders": self.encoders,
-            "loss": self.loss,
-            "wire": self.wire + self.all_reduce,
-            "copies": self.copies,
-        }
+        wire = self.wire + self.all_reduce
+        parts = {"encoders": self.encoders, "loss": self.loss, "wire": wire, "copies": self.copies}
         return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one method.
-
-    Attributes:
-        our_loss: Bytes that our loss takes beyond its features, by part; empty for others.
-        products: Of b x b x D on one GPU.
-        wire: Bytes that one GPU sends for the loss.
-        largest: The largest batch that fits; 0 where none does.
-        growth: What stops it there.
-    """
+    """Of one method: `products` of b x b x D on one GPU, `wire` bytes that it sends for the loss, the `largest` batch
+    that fits (0: none) and what stops its `growth`; `our_loss` by part, beyond its features."""
 
     method: str
     memory: Memory
@@ -211,13 +185,12 @@ def memory(run: Run, method: str) -> Memory:
 def _time(run: Run, method: str, count: float, wire: float) -> Time:
     _, moved = formulas.DATA[run.data]
     turns = 2 if run.chunk_rows < run.rows else 1  # a chunk comes again for its backward
+    summed = formulas.all_reduce_bytes(run.model, run.gpus, run.precision, run.frozen)
     return Time(
         encoders=formulas.encoder_seconds(run.model, run.rows, run.chunk_rows, run.gpu, run.precision, run.frozen),
         loss=formulas.loss_seconds(method, count, run.batch, run.gpus, run.model.embed_dim, run.gpu, run.precision),
         wire=formulas.wire_seconds(wire, run.gpus, run.gpu),
-        all_reduce=formulas.wire_seconds(
-            formulas.all_reduce_bytes(run.model, run.gpus, run.precision, run.frozen), run.gpus, run.gpu
-        ),
+        all_reduce=formulas.wire_seconds(summed, run.gpus, run.gpu),
         copies=formulas.host_seconds(turns * run.rows * formulas.sample_bytes(run.model, moved), run.gpu),
         overlaps=method in (*OURS, "inf-cl"),
     )
@@ -232,20 +205,15 @@ def largest_chunk(run: Run, method: str) -> int:
 
 
 def _largest_batch(run: Run, method: str) -> int:
-    """A multiple of the number of GPUs."""
+    """A multiple of the number of GPUs, by bisection; 0 where not even one row fits."""
 
     def fits(rows: int) -> bool:
         return memory(replace(run, batch=rows * run.gpus), method).peak <= usable(run.gpu)
 
-    return _last(fits, MOST_ROWS) * run.gpus
-
-
-def _last(fits: Callable[[int], bool], end: int) -> int:
-    """The largest number below `end` that fits, by bisection; 0 where not even 1 does."""
     low, high = 0, 1
-    while high < end and fits(high):
+    while high < MOST_ROWS and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low * run.gpus

@@ -9,51 +9,32 @@ from .formulas import OURS
 from .hardware import GIB
 from .prediction import NOTHING_FITS, Prediction, Run, largest_chunk
 
-WIDTH = 120
 UNITS = {"M": 1024**2, "k": 1024, "K": 1024}
 # Of the table, with their units.
-COLUMNS = (
-    ("PREDICTED", ""),
-    ("loss", "GiB"),
-    ("peak", "GiB"),
-    ("mostly", ""),
-    ("fits", ""),
-    ("largest batch", ""),
-    ("limited by", ""),
-    ("products", "per GPU"),
-    ("wire", "GiB"),
-    ("loss", "s"),
-    ("step", "s"),
-    ("overlap", "s"),
-    ("bound by", ""),
-)
+HEAD = ["PREDICTED", "loss", "peak", "mostly", "fits", "largest batch", "limited by", "products", "wire", "loss"]
+HEAD += ["step", "overlap", "bound by"]
+HEAD_UNITS = ["", "GiB", "GiB", "", "", "", "", "per GPU", "GiB", "s", "s", "s", ""]
 
 
 def report(run: Run, predictions: Sequence[Prediction]) -> str:
     """Everything for the terminal."""
-    table = _table([*zip(*COLUMNS, strict=True), *map(_row, predictions)])
+    table = _table([HEAD, HEAD_UNITS, *map(_row, predictions)])
     own = [
         f"{one.method}'s loss beyond the features, GiB: {_listed(one.our_loss)}" for one in predictions if one.our_loss
     ]
-    ours = [one for one in predictions if one.method in OURS]
-    words = textwrap.fill(_sentence(run, [*ours, *predictions][0]) + _need(predictions), WIDTH)
-    return "\n".join([_title(run), _shared(predictions[0]), "", *table, "", *own, words])
-
-
-def _title(run: Run) -> str:
+    first = [*(one for one in predictions if one.method in OURS), *predictions][0]
+    words = textwrap.fill(_sentence(run, first) + _need(predictions), 120)
     chunk = f"chunks of {run.chunk}" if run.chunk else "in one piece"
     frozen = f", {run.frozen} tower frozen" if run.frozen != "none" else ""
-    return (
+    title = (
         f"PREDICTED, not measured: {run.model.name} ({run.model.parameters / 1e6:.1f}M parameters, features of width "
         f"{run.model.embed_dim})\nbatch {exact(run.batch)} on {run.gpus} x {run.gpu.name}, {chunk}, {run.precision}, "
         f"{run.optimizer}, data {run.data}{frozen}"
     )
-
-
-def _shared(one: Prediction) -> str:
-    """What is the same for every method."""
-    parts = {name: getattr(one.memory, name) for name in ("weights", "gradients", "optimizer", "data", "activations")}
-    return f"every method, GiB of {gib(one.usable)} per GPU: {_listed(parts)}"
+    memory = predictions[0].memory
+    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "data", "activations")}
+    shared = f"every method, GiB of {gib(predictions[0].usable)} per GPU: {_listed(parts)}"
+    return "\n".join([title, shared, "", *table, "", *own, words])
 
 
 def _listed(parts: Mapping[str, float]) -> str:
@@ -61,20 +42,12 @@ def _listed(parts: Mapping[str, float]) -> str:
 
 
 def _row(one: Prediction) -> list[str]:
+    memory, time = one.memory, one.time
     return [
-        one.method,
-        gib(one.memory.loss),
-        gib(one.memory.peak),
-        one.memory.limit,
-        "yes" if one.fits else "NO",
-        count(one.largest) if one.largest else "none",
-        one.growth,
-        f"{one.products:.3g}",
-        gib(one.wire),
-        seconds(one.time.loss),
-        seconds(one.time.without_overlap),
-        seconds(one.time.with_overlap),
-        one.time.limit,
+        *(one.method, gib(memory.loss), gib(memory.peak), memory.limit, "yes" if one.fits else "NO"),
+        *(count(one.largest) if one.largest else "none", one.growth, f"{one.products:.3g}", gib(one.wire)),
+        *map(seconds, (time.loss, time.without_overlap, time.with_overlap)),
+        time.limit,
     ]
 
 
@@ -105,9 +78,7 @@ def _advice(run: Run, one: Prediction) -> str:
     if one.growth in ("activations", NOTHING_FITS) and run.chunk_rows > 1:
         chunk = largest_chunk(run, one.method)
         return f" --chunk {chunk} fits." if chunk else " No --chunk makes it fit."
-    if one.growth == "loss" and one.method not in OURS:
-        return " --method ring has no matrix of logits."
-    return ""
+    return " --method ring has no matrix of logits." if one.growth == "loss" and one.method not in OURS else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -121,48 +92,32 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def gib(bytes_: float) -> str:
     value = bytes_ / GIB
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.2f}" if value >= 0.005 or not value else "<0.01"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" if value >= 0.005 or not value else "<0.01"
 
 
 def seconds(value: float) -> str:
-    if value >= 1000:
-        return f"{value:,.0f}"
     if value >= 10:
-        return f"{value:.1f}"
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
     return f"{value:.2g}" if value >= 0.001 else "<0.001"
 
 
 def exact(rows: int) -> str:
-    """The same, but never rounded."""
+    """The same as `count`, but never rounded."""
     return count(rows) if any(rows % size == 0 for size in UNITS.values()) else f"{rows:,}"
 
 
 def count(rows: int) -> str:
     """Rows as people write batches; above 16k rounded down to thousands."""
-    for unit, size in UNITS.items():
-        if rows % size == 0 or rows >= 16 * size:
-            return f"{rows // size:,}{unit}"
-    return str(rows)
+    units = (f"{rows // size:,}{unit}" for unit, size in UNITS.items() if rows % size == 0 or rows >= 16 * size)
+    return next(units, str(rows))
 
 
 def document(run: Run, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """All of it, in bytes and seconds."""
-    return {
-        "kind": "PREDICTED, not measured",
-        "run": asdict(run),
-        "parameters": run.model.parameters,
-        "methods": [_record(one) for one in predictions],
-    }
-
-
-def _record(one: Prediction) -> dict[str, Any]:
-    record = asdict(one) | {"fits": one.fits}
-    record["memory"] |= {"peak": one.memory.peak, "limit": one.memory.limit}
-    record["time"] |= {
-        "without_overlap": one.time.without_overlap,
-        "with_overlap": one.time.with_overlap,
-        "limit": one.time.limit,
-    }
-    return record
+    methods = [{**asdict(one), "fits": one.fits} for one in predictions]
+    for record, one in zip(methods, predictions, strict=True):
+        record["memory"] |= {"peak": one.memory.peak, "limit": one.memory.limit}
+        parts = ("without_overlap", "with_overlap", "limit")
+        record["time"] |= {name: getattr(one.time, name) for name in parts}
+    about = {"kind": "PREDICTED, not measured", "run": asdict(run), "parameters": run.model.parameters}
+    return {**about, "methods": methods}

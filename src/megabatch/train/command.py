@@ -20,15 +20,11 @@ from .report import Report, holding_log
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
 DESCRIPTION = """\
-Trains an image and a text encoder (or a text encoder alone, on pairs of texts) contrastively, at any global batch: the
-loss never holds its matrix, encoders work in chunks, ranks pass their features round a ring.
-
+Trains an image and a text encoder (or a text encoder alone, on pairs of texts) contrastively, at any global batch.
     megabatch train --train-data icons --val-data icons --model tiny --global-batch-size 1024 --epochs 10
-    torchrun --nproc-per-node 8 -m megabatch -- train --config run.yaml --name first
-    megabatch train --name first --resume latest
-
-A run is a folder, --logs/--name: params.yaml, out.log, metrics.jsonl, checkpoints/, tensorboard/. The settings of a
-resumed run are its own, but for what is given anew.
+    torchrun --nproc-per-node 8 -m megabatch train --config run.yaml --name first
+A run is a folder, --logs-dir/--name: params.yaml, out.log, metrics.jsonl, checkpoints/, tensorboard/. It resumes with
+--resume latest, and keeps its settings but for the flags that you give. (torchrun takes --logs for its own flag.)
 """
 
 DIVERGED = 1

@@ -97,13 +97,17 @@ class Optimization:
     warmup: int | None = _option(None, "warm-up steps (default: a tenth of the run, at most 10000)", at_least=0)
     lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const"))
     precision: str = _option(
-        "fp32", "bf16 and fp16: by autocast, weights stay float32", choices=("fp32", "bf16", "fp16", "amp", "amp_bf16")
+        "fp32",
+        "amp: float16 by autocast, with a gradient scaler; amp_bf16: bfloat16 by autocast. Weights stay float32: "
+        "OpenCLIP's bf16, fp16 and pure_…, which store them in 16 bits, are refused",
+        choices=("fp32", "amp", "amp_bf16", "amp_bfloat16"),
     )
     grad_clip_norm: float | None = _option(None, "clip the gradient to this norm", above=0)
     max_nonfinite: int = _option(10, "end the run after this many non-finite steps in a row", at_least=1)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", {"amp": "fp16", "amp_bf16": "bf16"}.get(self.precision, self.precision))
+        if self.precision == "amp_bfloat16":  # OpenCLIP's other word for it
+            object.__setattr__(self, "precision", "amp_bf16")
 
 
 @dataclass(frozen=True)

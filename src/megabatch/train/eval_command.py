@@ -20,15 +20,11 @@ from .towers import Towers, has_weights, make_towers
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
 DESCRIPTION = """\
-Validation loss, retrieval in both directions (R@1, R@5, R@10, median rank) and zero-shot classification, in linear
-memory, on one process or several.
-
+Validation loss of all samples as one batch, retrieval both ways (R@1, R@5, R@10, median rank; ranks count from 1) and
+zero-shot classification, in linear memory. Settings are those of the checkpoint's run, but for the flags that you give.
     megabatch eval --checkpoint logs/first --val-data icons
     megabatch eval --checkpoint logs/first/checkpoints/best.pt --zeroshot-data photos --templates prompts.txt
-    torchrun --nproc-per-node 8 -m megabatch -- eval --model ViT-B-32 --pretrained laion2b_e16 --val-data val.csv
-
-Settings are those of the checkpoint's run unless you give others. The validation loss is that of all samples as one
-batch. Ranks count from 1.
+    torchrun --nproc-per-node 8 -m megabatch eval --model ViT-B-32 --pretrained laion2b_e16 --val-data val.csv
 """
 
 

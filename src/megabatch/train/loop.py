@@ -144,7 +144,7 @@ class Trainer:
                     raise Diverged(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
                         "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
-                        "checkpoint with a lower --lr, --grad-clip-norm, or bf16 for fp16."
+                        "checkpoint with a lower --lr, --grad-clip-norm, or --precision amp_bf16 for amp."
                     )
                 self._evaluate_and_save(leaving=told.signal > 0)
                 if told.signal:

@@ -9,7 +9,7 @@ from torch import nn
 
 from .config import Optimization
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16}
 
 
 def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization) -> torch.optim.AdamW:
@@ -43,11 +43,11 @@ def learning_rate(step: int, options: Optimization, total_steps: int) -> float:
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """Products in half precision where it was asked for. Weights, and the loss's logits, stay float32."""
-    if precision not in HALF:
+    if precision not in AUTOCAST:
         return nullcontext()
-    return torch.autocast(device.type, HALF[precision])
+    return torch.autocast(device.type, AUTOCAST[precision])
 
 
 def make_scaler(device: torch.device, precision: str) -> torch.amp.GradScaler:
     """Lifts the small gradients of float16 above its zero; does nothing else."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    return torch.amp.GradScaler(device.type, enabled=precision == "amp")

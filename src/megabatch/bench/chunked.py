@@ -1,0 +1,314 @@
+"""`megabatch bench chunked`: what encoding in chunks costs, and the memory it takes."""
+
+import argparse
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megabatch
+from megabatch import reference
+
+from ..distributed.world import World
+from . import flags
+from .cases import LOSSES, Results, Step, average, results
+from .contenders import Contender, NotInstalled, package
+from .loss import hold
+from .processes import runner
+from .results import Row, Table, table
+
+DESCRIPTION = """\
+A training step of transformers with random weights whose batch is encoded chunk by chunk: megabatch.chunked, other
+packages that do so, the same chunks by hand (a forward without a graph, the loss, a second forward and the backward),
+and the batch in one piece. pairs: two texts through one tower, InfoNCE; towers: images and texts, CLIP; vision: images
+against given text features, CLIP. Verified and timed as in `bench loss`; memory is beyond parameters, their gradients
+and the batch. A batch that does not fit in one piece says so.
+"""
+HEADS, CHANNELS = 4, 3
+FEW_ROWS, FEW_CHUNK = 40, 16
+TASKS = {"pairs": "info_nce", "towers": "clip", "vision": "clip"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of all towers; features are as wide as they are."""
+
+    width: int = 128
+    layers: int = 4
+    image: int = 64
+    patch: int = 8
+    context: int = 32
+    vocabulary: int = 8192
+
+
+class Tower(nn.Module):
+    """[N, channels, side, side] bytes or [N, tokens] integers to features [N, width]."""
+
+    def __init__(self, shape: Shape, images: bool) -> None:
+        super().__init__()
+        tokens = (shape.image // shape.patch) ** 2 if images else shape.context
+        self.embed: nn.Module = (
+            nn.Conv2d(CHANNELS, shape.width, shape.patch, stride=shape.patch)
+            if images
+            else nn.Embedding(shape.vocabulary, shape.width)
+        )
+        self.images = images
+        self.position = nn.Parameter(0.02 * torch.randn(tokens, shape.width))
+        layer = nn.TransformerEncoderLayer(
+            shape.width, HEADS, 4 * shape.width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, shape.layers, nn.LayerNorm(shape.width), enable_nested_tensor=False)
+        self.project = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = self.embed(inputs).flatten(2).transpose(1, 2) if self.images else self.embed(inputs)
+        features: Tensor = self.project(self.blocks(tokens + self.position).mean(dim=1))
+        return features
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Images are held as bytes, and made floats as they are encoded."""
+        return inputs.to(self.position.dtype).div(127.5).sub(1) if self.images else inputs
+
+
+@dataclass
+class Task:
+    """A batch to train on: towers, what each encodes, and the loss of their features."""
+
+    sides: list[tuple[Tower, Tensor]]
+    given: tuple[Tensor, ...]
+    scale: Tensor
+    criterion: Callable[..., Tensor]
+    chunk: int
+    world: World
+    own_rows = False
+
+    def loss(self, *features: Tensor) -> Tensor:
+        return self.criterion(*features, *self.given, self.scale, normalize=True, group=self.world.group)
+
+    def descend(self, features: list[Tensor]) -> Tensor:
+        loss = self.loss(*features)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def step(self, function: Callable[[], Tensor]) -> Step:
+
+        def step() -> Tensor:
+            loss = function()
+            average((parameter for _, parameter in self.parameters()), self.world)
+            return loss
+
+        return step
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each once, by name; a tower may stand on two sides."""
+        towers = {id(tower): tower for tower, _ in self.sides}
+        for index, tower in enumerate(towers.values(), start=1):
+            yield from ((f"{name} of tower {index}", parameter) for name, parameter in tower.named_parameters())
+        if self.scale.requires_grad:
+            yield "the scale", self.scale
+
+    def clear(self) -> None:
+        for _, parameter in self.parameters():
+            parameter.grad = None
+
+    def gradients(self) -> Results:
+        return {f"gradient of {name}": x.grad for name, x in self.parameters() if x.grad is not None}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is measured: a task, its rows, and how many of them are encoded at a time."""
+
+    task: str
+    rows: int
+    chunk: int
+    shape: Shape = Shape()
+    device: str = "cpu"
+    ranks: int = 1
+    dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        return LOSSES[TASKS[self.task]].scale
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def few(self, multiple: int = 1) -> "Encoding":
+        """Three chunks, the last of them smaller."""
+        rows = min(self.rows, FEW_ROWS) // self.ranks * self.ranks
+        return replace(self, rows=rows, chunk=min(self.chunk, FEW_CHUNK))
+
+    def work(self, world: World) -> Task:
+        return self._task(world, torch.float32, megabatch)
+
+    def expected(self, normalizes: bool = False, exact: bool = True) -> Results:
+        """Of a step in one piece through the dense loss."""
+        world = World(torch.device(self.device))
+        task = self._task(world, torch.float64 if exact else torch.float32, reference)
+        return results(plain(task), task)
+
+    def _task(self, world: World, dtype: torch.dtype, library: Any) -> Task:
+        """The same weights and inputs every time, in every process."""
+        shape, loss = self.shape, LOSSES[TASKS[self.task]]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.rows * 31 + shape.width)
+            towers = {"text": Tower(shape, images=False), "image": Tower(shape, images=True)}
+            texts = [torch.randint(shape.vocabulary, (self.rows, shape.context)) for _ in range(2)]
+            images = torch.randint(256, (self.rows, CHANNELS, shape.image, shape.image), dtype=torch.uint8)
+            features = torch.randn(self.rows, shape.width)
+        named = {"pairs": [("text", texts[0]), ("text", texts[1])], "vision": [("image", images)]}
+        sides = named.get(self.task, [("image", images), ("text", texts[0])])
+        share = slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)
+        given = (features[share].to(world.device, dtype),) if self.task == "vision" else ()
+        for tower in towers.values():
+            tower.to(world.device, dtype)
+        scale = torch.tensor(loss.scale, dtype=dtype, device=world.device, requires_grad=self.task != "pairs")
+        placed = [(towers[name], inputs[share].to(world.device)) for name, inputs in sides]
+        return Task(placed, given, scale, getattr(library, loss.function), self.chunk, world)
+
+    def __str__(self) -> str:
+        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.task}: {TASKS[self.task]}_loss, N={self.rows} in chunks of {self.chunk}{ranks}"
+
+
+# ---- who
+
+
+def ours(task: Task) -> Step:
+    def step() -> Tensor:
+        return task.descend(
+            [megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare) for tower, x in task.sides]
+        )
+
+    return task.step(step)
+
+
+def plain(task: Task) -> Step:
+    return task.step(lambda: task.descend([tower(tower.prepare(x)) for tower, x in task.sides]))
+
+
+def by_hand(task: Task) -> Step:
+    """Forward, the loss, forward and backward, over the same chunks, and nothing else."""
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            features = [
+                torch.cat([tower(tower.prepare(x)) for x in torch.split(inputs, task.chunk)])
+                for tower, inputs in task.sides
+            ]
+        loss = task.descend([x.requires_grad_() for x in features])
+        for (tower, inputs), whole in zip(task.sides, features, strict=True):
+            assert whole.grad is not None
+            pieces = (torch.split(rows, task.chunk) for rows in (inputs, whole.grad))
+            for x, gradient in zip(*pieces, strict=True):
+                torch.autograd.backward(tower(tower.prepare(x)), gradient)
+        return loss
+
+    return task.step(step)
+
+
+class _Prepared(nn.Module):
+    """For packages that know of no function to apply to a chunk."""
+
+    def __init__(self, tower: Tower, key: str | None = None) -> None:
+        super().__init__()
+        self.tower, self.key = tower, key
+
+    def forward(self, inputs: Any) -> Any:
+        if self.key is None:
+            return self.tower(self.tower.prepare(inputs))
+        return {"sentence_embedding": self.tower(inputs[self.key])}
+
+
+def grad_cache(task: Task) -> Step:
+    """Around the loss that the others have: it takes any."""
+    cache = _grad_cache_module().GradCache([_Prepared(tower) for tower, _ in task.sides], task.chunk, task.loss)
+    return task.step(lambda: cache(*(inputs for _, inputs in task.sides)))
+
+
+def _grad_cache_module() -> Any:
+    """On PyPI it is installed by one name and imports itself by another."""
+    with suppress(NotInstalled):
+        return package("grad_cache")
+    found = package("gradcache")
+    sys.modules["grad_cache"] = found
+    sys.modules["grad_cache.context_managers"] = importlib.import_module("gradcache.context_managers")
+    return importlib.reload(found)
+
+
+def sentence_transformers(task: Task) -> Step:
+    """With the loss that is built into it."""
+    kind = package("sentence_transformers.sentence_transformer.losses").CachedMultipleNegativesRankingLoss
+    tower = nn.Sequential(_Prepared(task.sides[0][0], "input_ids"))
+    criterion = kind(tower, scale=task.scale.item(), mini_batch_size=task.chunk)
+
+    def step() -> Tensor:
+        loss: Tensor = criterion([{"input_ids": inputs} for _, inputs in task.sides], None)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    return task.step(step)
+
+
+ALL = tuple(TASKS)
+CONTENDERS = {
+    one.name: one
+    for one in (
+        Contender("megabatch", "megabatch.chunked", ours, ALL, "both", ours=True),
+        Contender("by_hand", "forward, forward and backward by hand", by_hand, ALL, "both"),
+        Contender("grad_cache", "GradCache", grad_cache, ALL, package="GradCache"),
+        Contender(
+            "sentence_transformers",
+            "sentence-transformers CachedMultipleNegativesRankingLoss",
+            sentence_transformers,
+            ("pairs",),
+            package="sentence-transformers",
+        ),
+        Contender("plain", "in one piece", plain, ALL, "both"),
+    )
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["pairs", "towers"], help="what is trained")
+    parser.add_argument(
+        "--rows", type=flags.positive, nargs="+", default=[1024], metavar="N", help="rows of the batch, of all ranks"
+    )
+    parser.add_argument("--chunk", type=flags.positive, default=64, metavar="C", help="rows encoded at a time")
+    words = {"width": "of towers and features", "layers": "of every tower", "image": "side of an image, in pixels"}
+    words |= {"patch": "side of a patch", "context": "tokens of a text", "vocabulary": "different tokens"}
+    for name, default in asdict(Shape()).items():
+        parser.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=words[name])
+    flags.add_contest(parser, CONTENDERS)
+    flags.add_files(parser)
+
+
+def main(options: argparse.Namespace) -> int:
+    flags.shrink(options, rows=[96], chunk=32, width=16, layers=1, image=16, context=8, vocabulary=64)
+    shape = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
+    if shape.width % HEADS or shape.image % shape.patch:
+        got = f"{shape.width}, {shape.image} and {shape.patch}"
+        print(f"chunked: --width must be a multiple of {HEADS}, --image of --patch, got {got}.", file=sys.stderr)
+        return 2
+    with runner(options.device) as where:
+        cases = [
+            Encoding(task, rows, options.chunk, shape, where.device, where.world.size)
+            for task, rows in itertools.product(options.tasks, options.rows)
+        ]
+        return hold("chunked", options, where, cases, table_of, entrants, base="by_hand")
+
+
+def entrants(case: Encoding, names: Sequence[str]) -> list[Contender]:
+    return [CONTENDERS[name] for name in names if CONTENDERS[name].takes_part(case.task, case.ranks, case.device)]
+
+
+def table_of(case: Encoding, rows: list[Row]) -> Table:
+    return table(rows, {"/ by hand": "by_hand"})

@@ -1,1 +1,0 @@
-"""Towers encoded chunk by chunk, by megabatch and others."""

@@ -1,1 +1,0 @@
-"""Three acts: a batch that grows until memory ends, towers that learn, one large step."""

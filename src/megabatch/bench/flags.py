@@ -1,0 +1,100 @@
+"""The flags that benchmarks share: one word has one meaning in all of them."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import DTYPES
+from .contenders import Contender
+from .trial import Rules
+
+_SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def positive(text: str) -> int:
+    """A type of argument: a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+def memory(text: str) -> int:
+    digits = text.rstrip("KMGiB")
+    unit = text[len(digits) :]
+    if unit not in _SIZES or not digits.replace(".", "", 1).isdigit() or float(digits) <= 0:
+        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 2GiB, got {text!r}")
+    return int(float(digits) * _SIZES[unit])
+
+
+def device(text: str) -> str:
+    try:
+        kind = torch.device(text).type
+    except RuntimeError:
+        kind = ""
+    has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not has.get(kind):
+        here = ", ".join(name for name, there in has.items() if there)
+        raise argparse.ArgumentTypeError(f"must be one that torch sees, got {text!r}. Here it is one of: {here}")
+    return text
+
+
+def png(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    return Path(text)
+
+
+def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int = 512) -> None:
+    parser.add_argument(
+        "--rows", type=positive, nargs="+", default=list(rows), metavar="N", help="rows of the batch, of all ranks"
+    )
+    parser.add_argument("--width", type=positive, nargs="+", default=[width], metavar="D", help="width of the features")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="dtype of the features")
+
+
+def add_contest(
+    parser: argparse.ArgumentParser, contenders: Mapping[str, Contender] | Sequence[str], default: Sequence[str] = ()
+) -> None:
+    """Who takes part, where, and for how long."""
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=list(contenders),
+        default=list(default or contenders),
+        metavar="NAME",
+        help="who takes part: see megabatch bench list",
+    )
+    parser.add_argument("--device", type=device, default="cpu", help="where: cpu, cuda, cuda:1, …")
+    parser.add_argument("--repeats", type=count, default=7, metavar="N", help="rounds, at least; 0: memory alone")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="go on with rounds for this long")
+    parser.add_argument(
+        "--limit",
+        type=memory,
+        metavar="SIZE",
+        help="memory that a process may take, such as 2GiB (default: what is there)",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs: figures mean nothing")
+
+
+def add_files(parser: argparse.ArgumentParser, plots: bool = True) -> None:
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured to this file")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="the same as a table, a line per contender and case")
+    if plots:
+        parser.add_argument("--plot", type=png, metavar="PATH", help="draw time and memory against rows")
+
+
+def rules(options: argparse.Namespace, error_rows: int = 0) -> Rules:
+    return Rules(options.repeats, options.seconds, options.limit, error_rows)
+
+
+def shrink(options: argparse.Namespace, **tiny: Any) -> None:
+    """What --quick makes of the flags."""
+    if options.quick:
+        vars(options).update({"repeats": 2, "seconds": 0.0, **tiny})

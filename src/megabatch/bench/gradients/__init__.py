@@ -1,1 +1,0 @@
-"""What gradients come out on several ranks, of ours and others' losses."""

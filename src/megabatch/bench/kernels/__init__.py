@@ -1,1 +1,0 @@
-"""The GPU kernels compiled for GPUs that are not here, looked at, and a prediction of their speed."""

@@ -1,1 +1,0 @@
-"""A loss in one process: megabatch, its peers and the limit."""

@@ -1,1 +1,0 @@
-"""The tables of the paper, made again at this machine's scale."""

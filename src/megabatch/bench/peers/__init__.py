@@ -1,1 +1,0 @@
-"""Every tool of the field on the same inputs."""

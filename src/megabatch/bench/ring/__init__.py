@@ -1,1 +1,0 @@
-"""One batch spread over ranks."""

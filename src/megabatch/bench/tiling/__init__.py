@@ -1,1 +1,0 @@
-"""What tiling costs: the stages of a step, each by its own time."""

@@ -1,0 +1,1 @@
+"""For developers, in a clone: not part of the installed package."""
