@@ -580,7 +580,10 @@ class Labelled:
 
 def test_mismatched_rows_are_refused_by_name() -> None:
     x, y = torch.randn(4, 2), torch.randn(5, 2)
-    words = r"same number of rows, got {}\. Name those that every chunk shall get as they are, whole=\[\.\.\.\]; .*split={{name: counts}}\."
+    words = (
+        r"same number of rows, got {}\. Name those that every chunk shall get as they are, whole=\[\.\.\.\]; .*"
+        r"split=\{{name: counts\}}\."
+    )
 
     def encode(image: Tensor, text: Any = None) -> Tensor:
         raise AssertionError("must not be reached")

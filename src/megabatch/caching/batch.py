@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .nested import never, IsLeaf, Name, Names, Visit, holds_tensors, map_leaves, tensors_of
+from .nested import IsLeaf, Name, Names, Visit, holds_tensors, map_leaves, never, tensors_of
 from .state import versions
 from .transfer import Transfer
 

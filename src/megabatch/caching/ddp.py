@@ -89,7 +89,7 @@ def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | 
     reduced = {id(p) for ddp in inside if ddp is not None for p in ddp.parameters()}
     known = {key for other in _unwrapped for key in other.trained}
     trained = [p for p in parameters_of(modules) if p.requires_grad and id(p) not in reduced | known]
-    if inner or (module is None and any(_is_awaited(parameter) for parameter in trained)):
+    if inner or (module is None and not call.sharded and any(map(_is_awaited, trained))):
         name = getattr(encoder, "__name__", "forward")
         raise ValueError(
             "chunked: an encoder inside DistributedDataParallel must be called by the forward of the module that is "
@@ -129,6 +129,7 @@ def _has_ranks() -> bool:
 
 def _is_awaited(parameter: Tensor) -> bool:
     """Whether somebody keeps the node that accumulates its gradient, as who reduces it does."""
+
     def notes() -> Any:
         return get_gradient_edge(parameter).node.metadata
 

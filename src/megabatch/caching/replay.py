@@ -133,7 +133,8 @@ class Call:
         args, kwargs, stand_ins = batch.chunk(pieces, self.bounds[index], self._transfer, attached)
         # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
         torch.clear_autocast_cache()
-        output = self._encoder(*args, **kwargs)
+        with self._shards.encoding():
+            output = self._encoder(*args, **kwargs)
         torch.clear_autocast_cache()
         return batch.without_padding(output, *self.bounds[index]), stand_ins
 
@@ -141,7 +142,8 @@ class Call:
         """For the sake of ranks with more chunks."""
         bounds = 0, min(2, batch.rows)  # a norm may want more than one
         args, kwargs, _ = batch.chunk(batch.pieces(*bounds), bounds, self._transfer, attached=False)
-        return tensors_of(self._encoder(*args, **kwargs))
+        with self._shards.encoding():
+            return tensors_of(self._encoder(*args, **kwargs))
 
     def connect(
         self, outputs: tuple[Tensor, ...], attached: list[Tensor], gathered: Gathered, parameters: Sequence[Tensor]
@@ -158,6 +160,7 @@ class Call:
         # The tensors are kept by the graph, and go with it.
         self._batch = self._batch.with_tensors([tensor.new_empty(0) for tensor in tensors])
         sources = list(self.leaves.values())
+        self._shards.watch()
         if self.by_side_effect:
             sources = [
                 torch.zeros((), requires_grad=True),
@@ -178,6 +181,7 @@ class Call:
     ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
         """The gradients of the last chunk's outputs, of the leaves, and of the differentiable inputs."""
         self.done = True
+        self._shards.check_idle()
         self._check_unchanged()
         batch, last = self._batch.with_tensors(tensors), len(self.bounds) - 1
         leaves = [Sum(leaf) for leaf in self.leaves.values()]

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,7 +25,10 @@ class Shards:
     Attributes:
         groups: Names of the groups over which parameters are sharded or replicated.
         spare: How often this rank runs the encoder beyond its own chunks.
+        running: How many chunks are being encoded, one inside of another.
     """
+
+    running = 0
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before somebody imports it
@@ -36,6 +40,7 @@ class Shards:
         self._modules: list[Any] = [m for m in modules if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
         self.groups = self._find_groups()
         self.spare = 0
+        self.called_plainly = False
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -47,6 +52,35 @@ class Shards:
             for module in self._modules:
                 _known_groups[module] = _groups_of(module)
         return list(dict.fromkeys(name for module in self._modules for name in _known_groups[module]))
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        Shards.running += 1
+        try:
+            yield
+        finally:
+            Shards.running -= 1
+
+    def watch(self) -> None:
+        """From now on, notice calls of the modules that are not chunked."""
+        watched = {*self._modules, *(child for module in self._modules for child in module.children())}
+        itself = ref(self)
+
+        def note(*_: Any) -> None:
+            shards = itself()
+            if shards is not None and torch.is_grad_enabled() and not Shards.running:
+                shards.called_plainly = True
+
+        for module in watched:
+            finalize(self, module.register_forward_pre_hook(note).remove)
+
+    def check_idle(self) -> None:
+        """`fully_shard` takes a forward in the middle of its own backward for a checkpoint's."""
+        if self.called_plainly:
+            raise RuntimeError(
+                "chunked: an encoder under fully_shard must not be called in chunks and then without before the "
+                "backward, got a call without. Call it by chunked everywhere in the step."
+            )
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -18,8 +18,9 @@ class Transfer:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        accelerator = device is not None and device.type not in ("cpu", "meta")
-        self._module: Any = torch.get_device_module(device) if accelerator else None
+        self._module: Any = None
+        if device is not None and device.type not in ("cpu", "meta"):
+            self._module = torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device) if hasattr(self._module, "Stream") else None
         self._ahead: dict[int, Any] = {}
 
