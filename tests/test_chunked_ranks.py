@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
@@ -444,6 +449,72 @@ def test_every_bucket_is_reduced_once_per_step(pool: Pool, spelling: str) -> Non
     for _, faults, buckets in pool.run(2, under_ddp, kind, step, SIZES[2], options):
         assert not faults
         assert buckets[1] > 1, "there must be several, or this proves nothing"
+
+
+class Ordered:
+    """Writes down in which order chunks run, gradients arrive, and buckets are reduced."""
+
+    def __init__(self, ddp: DistributedDataParallel, group: Any, tower: nn.Module) -> None:
+        self.events: list[str] = []
+        self._group = group
+        ddp.register_comm_hook(self, Ordered.reduce)
+        tower.register_forward_hook(lambda *_: self.events.append("chunk"))
+        for parameter in tower.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.events.append("gradient"))
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.events.append("reduce")
+        return default_hooks.allreduce_hook(self._group, bucket)
+
+
+class OneTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower(6)
+        seeded(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mb.chunked(self.tower, x, chunk_size=CHUNK)
+
+
+def order_of_a_step(rank: int, group: Any, options: dict[str, Any]) -> list[str]:
+    model = OneTower()
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=32 * 8 / 2**20, **options)
+    book = Ordered(ddp, group, model.tower)
+    for images, _ in batches(sum(SIZES[3])):
+        book.events.clear()
+        ddp(images[rows_of(SIZES[3], rank)]).square().sum().backward()
+    return book.events
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
+    ids=str,
+)
+def test_buckets_are_reduced_one_by_one_while_the_last_chunk_runs_backwards(pool: Pool, option: str) -> None:
+    options = {option: True} if option else {}
+    for rows, events in zip(SIZES[3], pool.run(3, order_of_a_step, options), strict=True):
+        chunks = chunks_of(rows, CHUNK)
+        assert events[: 2 * chunks] == ["chunk"] * 2 * chunks  # all of them, before any gradient arrives
+        rest = events[2 * chunks :]
+        assert rest.count("gradient") == 8
+        assert rest.count("reduce") > 2
+        assert rest.index("reduce") < 4, "the first bucket waits for layers that are none of its own"
+
+
+def mixed_precision(rank: int, group: Any) -> str:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(TwoTowers().float(), process_group=group)
+    ddp.mixed_precision = precision  # its own set-up wants a GPU
+    with pytest.raises(ValueError) as caught:
+        mb.chunked(ddp, *(x.float() for x in next(batches(6))), chunk_size=CHUNK)
+    return str(caught.value)
+
+
+def test_ddps_own_mixed_precision_is_refused_by_name(pool: Pool) -> None:
+    for text in pool.run(2, mixed_precision):
+        assert text.startswith("chunked: DistributedDataParallel must have no mixed_precision")
 
 
 def naive_loop(ddp: Any, images: Tensor, texts: Tensor) -> None:
@@ -1068,6 +1139,83 @@ def test_a_sharded_rank_with_a_single_row_trains_as_the_others(pool: Pool, sizes
     expected = one_process(TwoTowers, sum(sizes))
     for training in pool.run(2, under_fsdp, TwoTowers, by_the_model, sizes, "", {}):
         assert_same(training, expected)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors held at a time, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: WeakSet[Any] = WeakSet()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                memory = tensor.untyped_storage()
+                if memory.nbytes() and memory not in self._known:
+                    self._known.add(memory)
+                    self.now += memory.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    finalize(memory, self._forget, memory.nbytes())
+        return made
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+def collectives_of(rank: int, group: Any, mesh: str, reshard: bool, sizes: Sequence[int]) -> dict[str, int]:
+    """Of the second step, by name."""
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group, mesh, reshard_after_forward=reshard)
+        for images, texts in batches(sum(sizes), steps=2):
+            rows = rows_of(sizes, rank)
+            with CommDebugMode() as counts:
+                by_the_model(model, images[rows], texts[rows])[0].square().sum().backward()
+        return {str(name): count for name, count in counts.get_comm_counts().items()}
+
+
+def count_of(kind: str, counts: dict[str, int]) -> int:
+    return sum(count for name, count in counts.items() if kind in name)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [("", (4, 9)), ("2x2", (0, 3, 5, 9))], ids=["line", "replicas of shards"])
+def test_shards_are_reduced_once_and_gathered_as_seldom_as_their_owner_allows(
+    pool: Pool, mesh: str, sizes: Sequence[int]
+) -> None:
+    """Five groups of parameters: four blocks, and the rest. Five chunks on the rank with most."""
+    for kept in pool.run(len(sizes), collectives_of, mesh, False, sizes):
+        assert count_of("reduce_scatter", kept) == 5
+        assert count_of("_allgather_base", kept) == 5
+    for resharded in pool.run(len(sizes), collectives_of, mesh, True, sizes):
+        assert count_of("reduce_scatter", resharded) == 5
+        assert count_of("_allgather_base", resharded) > 5 * 5
+
+
+def memory_of(rank: int, group: Any, rows: int, in_chunks: bool, reshard: bool) -> tuple[int, int]:
+    """The peak of a step, and the bytes of all parameters."""
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group, reshard_after_forward=reshard)
+        data = next(batches(rows))
+        for _ in range(2):
+            model.zero_grad()
+            with Live() as live:
+                outputs = by_the_model(model, *data) if in_chunks else model(*data)
+                outputs[0].square().sum().backward()
+                del outputs
+        return live.peak, sum(p.numel() * 8 for p in TwoTowers().parameters())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_sharded_step_takes_the_memory_of_a_chunk_and_of_whole_gradients(pool: Pool, reshard: bool) -> None:
+    rows = 512
+    one_chunk, whole_batch, in_chunks = (
+        pool.run(2, memory_of, *case, reshard)[0] for case in ((CHUNK, False), (rows, False), (rows, True))
+    )
+    outputs = rows * 2 * 5 * 8
+    assert in_chunks[0] <= one_chunk[0] + 2 * one_chunk[1] + 4 * outputs
+    assert whole_batch[0] > 1.5 * in_chunks[0], "or activations are not what is measured"
 
 
 def count_forwards(rank: int, group: Any) -> tuple[int, int]:

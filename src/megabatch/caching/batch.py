@@ -5,73 +5,18 @@ else is passed whole: 0-d tensors, and all that is no tensor. `whole` and `split
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
+from .arguments import Argument, Counts, Transform, described, listed, pack
 from .nested import IsLeaf, Name, Names, Visit, holds_tensors, map_leaves, never, tensors_of
 from .state import versions
 from .transfer import Transfer
-
-Transform = Callable[[Any], Any]
-Counts = Tensor | Sequence[int] | str | None  # of rows per sample; "offsets": the argument holds them, added up
-
-OFFSETS = "offsets"
-
-
-@dataclass
-class Argument:
-    """A leaf of the arguments.
-
-    Attributes:
-        path: How one would write it, for errors.
-        names: All words that mean it.
-        split: Cut along dim 0; otherwise passed whole.
-        offsets: Of samples whose rows are packed: sample i has the rows from offsets[i] to offsets[i + 1].
-        rebased: Holds such offsets itself, which count from the first row of a chunk.
-        trimmed: Cut along dim 1 as well, to the longest row of the chunk.
-        transform: Applied to every chunk of it, on the encoder's device.
-    """
-
-    path: str
-    names: Names
-    value: Any
-    split: bool = False
-    offsets: list[int] | None = None
-    rebased: bool = False
-    trimmed: bool = False
-    transform: Transform | None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.value) - 1 if self.rebased else len(self.offsets or self.value) - (self.offsets is not None)
-
-    def slice(self, start: int, stop: int) -> slice:
-        return slice(start, stop) if self.offsets is None else slice(self.offsets[start], self.offsets[stop])
-
-    def piece(self, start: int, stop: int) -> Any:
-        if self.rebased:
-            return self.value[start : stop + 1] - self.value[start]
-        return self.value[self.slice(start, stop)] if self.split else self.value
-
-    def reorder(self, order: list[int]) -> None:
-        """Samples in another order."""
-        if self.rebased:
-            counts = (self.value[1:] - self.value[:-1])[order]
-            self.value = torch.cat([self.value[:1], self.value[:1] + counts.cumsum(0)]).to(self.value.dtype)
-        elif self.split and isinstance(self.value, list | tuple):
-            self.value = type(self.value)([self.value[i] for i in order])
-        elif self.split and self.offsets is None:
-            self.value = self.value[order]
-        elif self.split:
-            bounds = [self.slice(i, i + 1) for i in order]
-            self.value = torch.cat([self.value[bound] for bound in bounds])
-            self.offsets = [0, *accumulate(bound.stop - bound.start for bound in bounds)]
 
 
 class StandIn(NamedTuple):
@@ -161,10 +106,10 @@ class Batch:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
                     raise ValueError(
                         f"chunked: {argument.path} is named in split, so it must have rows, got "
-                        f"{_described(argument.value)}. Leave it out there."
+                        f"{described(argument.value)}. Leave it out there."
                     )
                 argument.split = True
-                _pack(argument, split[cut[0]])
+                pack(argument, split[cut[0]])
 
     def _check_names(self, option: str, chosen: Collection[Name]) -> None:
         known = {name for argument in self.arguments for name in argument.names}
@@ -172,13 +117,13 @@ class Batch:
             if name not in known:
                 raise ValueError(
                     f"chunked: {option} must name arguments of the call, got {name!r}. There are "
-                    f"{_listed([argument.path for argument in self.arguments]) or 'none'}."
+                    f"{listed([argument.path for argument in self.arguments]) or 'none'}."
                 )
 
     def _count_rows(self) -> int:
         rows = {argument.path: argument.rows for argument in self.arguments if argument.split}
         if not rows:
-            got = _listed([f"{argument.path}: {_described(argument.value)}" for argument in self.arguments])
+            got = listed([f"{argument.path}: {described(argument.value)}" for argument in self.arguments])
             raise ValueError(
                 "chunked: at least one argument must be a tensor with rows to split, got "
                 f"{got or 'no arguments'}. Name a list of samples in split."
@@ -186,7 +131,7 @@ class Batch:
         if len(set(rows.values())) > 1:
             raise ValueError(
                 "chunked: all tensors that are split along dim 0 must have the same number of rows, got "
-                f"{_listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk shall "
+                f"{listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk shall "
                 "get as they are, whole=[...]; and those that are packed with their counts, split={name: counts}."
             )
         return next(iter(rows.values()))
@@ -224,7 +169,7 @@ class Batch:
         ]
         if unfit and asked:
             raise ValueError(
-                f"chunked: pad_last must be left out where lists are split or tensors packed, got {_listed(unfit)}."
+                f"chunked: pad_last must be left out where lists are split or tensors packed, got {listed(unfit)}."
             )
         return not unfit
 
@@ -310,31 +255,3 @@ def _map_call(
 
 def _filled(value: Any, tensors: Iterator[Any]) -> Any:
     return map_leaves(value, lambda leaf, *_: next(tensors) if isinstance(leaf, Tensor) else leaf, "")
-
-
-def _pack(argument: Argument, counts: Counts) -> None:
-    """Samples of several rows each."""
-    if counts is None:
-        return
-    if not isinstance(argument.value, Tensor) or (isinstance(counts, str) and counts != OFFSETS):
-        raise ValueError(
-            f"chunked: {argument.path} must be a tensor, packed by a count of rows per sample or by {OFFSETS!r}, got "
-            f"{_described(argument.value)} and {counts!r}."
-        )
-    if isinstance(counts, str):
-        argument.rebased = True
-        return
-    argument.offsets = [0, *accumulate(counts.tolist() if isinstance(counts, Tensor) else counts)]
-    if argument.offsets[-1] != len(argument.value):
-        raise ValueError(
-            f"chunked: the counts of {argument.path} in split must add up to its {len(argument.value)} rows, got "
-            f"{argument.offsets[-1]}."
-        )
-
-
-def _listed(words: Sequence[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

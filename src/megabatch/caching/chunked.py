@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..callers import warn_once
 from . import ddp, shards
-from .batch import Batch, Counts, Transform
+from .arguments import Counts, Transform
+from .batch import Batch
 from .modules import is_compiled, modules_of, parameters_of, uncompiled
 from .nested import Name
 from .outputs import Gathered, selected

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .batch import Argument, Batch
+from .arguments import Argument
+from .batch import Batch
 
 MASK = "attention_mask"
 

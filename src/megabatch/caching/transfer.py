@@ -32,7 +32,7 @@ class Transfer:
         now = self._module.current_stream(self._device)
         now.wait_event(copied)
         for tensor in tensors_of(moved):
-            if tensor.device == self._device:
+            if tensor.device.type != "cpu":
                 tensor.record_stream(now)  # so that its memory is not given away while it is used
         self._ahead = {index + 1: self._start(pieces(index + 1))} if index < last else {}
         return moved
