@@ -27,6 +27,7 @@ def cut_by_tokens(batch: Batch, chunk_tokens: int) -> tuple[list[tuple[int, int]
     for argument in batch.arguments:
         argument.reorder(order)
     batch.lengths = lengths
+    batch.settle()
     bounds, start = [], 0
     while start < max(batch.rows, 1):
         rows = chunk_tokens // max(lengths[start], 1) if lengths else 1
