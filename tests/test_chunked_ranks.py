@@ -487,11 +487,7 @@ def order_of_a_step(rank: int, group: Any, options: dict[str, Any]) -> list[str]
     return book.events
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 def test_buckets_are_reduced_one_by_one_while_the_last_chunk_runs_backwards(pool: Pool, option: str) -> None:
     options = {option: True} if option else {}
     for rows, events in zip(SIZES[3], pool.run(3, order_of_a_step, options), strict=True):

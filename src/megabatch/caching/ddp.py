@@ -5,6 +5,7 @@ runs backwards. `module=ddp` puts a call there; anything else that would go unre
 """
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,11 +71,13 @@ def within_forward(ddp: DistributedDataParallel, run: Callable[[], Outputs], cal
     return outputs
 
 
-def _running() -> list[DistributedDataParallel]:
+def _running() -> list[Any]:
     """The wrappers whose forward called us."""
+    deepspeed: Any = sys.modules.get("deepspeed")
+    kinds = (DistributedDataParallel, *([deepspeed.DeepSpeedEngine] if deepspeed is not None else []))
     frame, found = inspect.currentframe(), []
     while frame is not None:
-        if frame.f_code is DistributedDataParallel.forward.__code__:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), kinds):
             found.append(frame.f_locals["self"])
         frame = frame.f_back
     return found
@@ -92,8 +95,9 @@ def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | 
     if inner or (module is None and not call.sharded and any(map(_is_awaited, trained))):
         name = getattr(encoder, "__name__", "forward")
         raise ValueError(
-            "chunked: an encoder inside DistributedDataParallel must be called by the forward of the module that is "
-            "wrapped, or with module=ddp, got a call outside: its gradients would not be reduced, or once per chunk. "
+            "chunked: an encoder inside DistributedDataParallel or DeepSpeed must be called by the forward of the "
+            "module that is wrapped, or with module=ddp, got a call outside: its gradients would not be reduced, or "
+            "once per chunk. "
             f"Write chunked(ddp.module.{name if name.isidentifier() else 'encode'}, ..., module=ddp). If nothing wraps "
             "it, and a graph of an earlier call is alive, pass the module itself, module=model."
         )
