@@ -111,6 +111,7 @@ def test_a_budget_of_tokens_is_exact_and_kept(rows: int) -> None:
     assert model.shapes == shapes * 2
     assert all(count * longest <= 14 for count, longest in shapes)
     assert sum(count for count, _ in shapes) == rows
+    torch.testing.assert_close(chunked(model, inputs, chunk_tokens=14), model.inner(**inputs), **EXACT)
     assert_same(got, step(lambda: model.inner(**inputs), model), **EXACT)
 
 
@@ -269,7 +270,9 @@ def test_a_vision_language_model_with_packed_images(qwen: Any, options: dict[str
         last = inputs["attention_mask"].sum(1) - 1
         return states[torch.arange(len(states)), last]
 
-    got = backward(contrast(chunked(embed, **inputs, split={"pixel_values": patches}, **options)), trained(model))
+    features = chunked(embed, **inputs, split={"pixel_values": patches}, **options)
+    torch.testing.assert_close(features, embed(**inputs), rtol=1e-6, atol=1e-6)
+    got = backward(contrast(features), trained(model))
     wanted = backward(contrast(embed(**inputs)), trained(model))
     assert_same(got, wanted, rtol=1e-6, atol=1e-6)  # rotations of positions are float32 inside of the model
     assert got["visual.patch_embed.proj.weight"].abs().max() > 0
