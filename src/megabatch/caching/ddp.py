@@ -85,6 +85,12 @@ def _running() -> list[Any]:
 
 def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | None, call: Call) -> None:
     """Before the forward: that nobody waits in vain for a gradient of the parameters that can be seen."""
+    if any(hasattr(parameter, "ds_tensor") for parameter in parameters_of(modules)):
+        raise ValueError(
+            "chunked: encoder must not be partitioned by DeepSpeed's ZeRO stage 3, whose ranks gather parameters in "
+            "every forward, and may not have equally many chunks. Use stage 1 or 2, or "
+            "torch.distributed.fsdp.fully_shard."
+        )
     if not torch.is_grad_enabled() or not _has_ranks():
         return
     inner = [each for each in modules if isinstance(each, DistributedDataParallel) and each is not module]
