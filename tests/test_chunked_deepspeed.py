@@ -105,6 +105,4 @@ def test_zero_trains_as_without_chunks(stage: int, spelling: str) -> None:
 def test_partitioned_parameters_are_refused_by_name_before_the_first_backward(spelling: str) -> None:
     words = "refused ValueError chunked: encoder must not be partitioned by DeepSpeed's ZeRO stage 3"
     for answer in answers(3, spelling):
-        assert answer.startswith(
-            "refused ValueError chunked: encoder must not be partitioned by DeepSpeed's ZeRO stage 3"
-        )
+        assert answer.startswith(words)
