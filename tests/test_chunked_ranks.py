@@ -1174,14 +1174,17 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def collectives_of(rank: int, group: Any, mesh: str, reshard: bool, sizes: Sequence[int]) -> dict[str, int]:
+def collectives_of(
+    rank: int, group: Any, mesh: str, reshard: bool, sizes: Sequence[int], chunk_size: int
+) -> dict[str, int]:
     """Of the second step, by name."""
     with torch_may_warn():
         model = sharded(TwoTowers(), group, mesh, reshard_after_forward=reshard)
         for images, texts in batches(sum(sizes), steps=2):
             rows = rows_of(sizes, rank)
             with Collectives() as collectives:
-                sum(output.pow(3).sum() for output in by_the_model(model, images[rows], texts[rows])).backward()
+                outputs = mb.chunked(model, images[rows], texts[rows], chunk_size=chunk_size)
+                sum(output.pow(3).sum() for output in outputs).backward()
         return dict(collectives.counts)
 
 
@@ -1193,13 +1196,14 @@ def count_of(kind: str, counts: dict[str, int]) -> int:
 def test_shards_are_reduced_once_and_gathered_as_seldom_as_their_owner_allows(
     pool: Pool, mesh: str, sizes: Sequence[int]
 ) -> None:
-    """Five groups of parameters: four blocks, and the rest. Five chunks on the rank with most."""
-    for kept in pool.run(len(sizes), collectives_of, mesh, False, sizes):
-        assert count_of("reduce_scatter", kept) == 5
-        assert count_of("_allgather_base", kept) == 5
-    for resharded in pool.run(len(sizes), collectives_of, mesh, True, sizes):
-        assert count_of("reduce_scatter", resharded) == 5
-        assert count_of("_allgather_base", resharded) > 5 * 5
+    """Five groups of parameters: four blocks, and the rest. Five chunks on the rank with most, or one."""
+    for reshard in (False, True):
+        many, one = (pool.run(len(sizes), collectives_of, mesh, reshard, sizes, size) for size in (CHUNK, 100))
+        for in_chunks, at_once in zip(many, one, strict=True):
+            assert count_of("reduce_scatter", in_chunks) == count_of("reduce_scatter", at_once) == 5
+            gathers, least = count_of("_allgather_base", in_chunks), count_of("_allgather_base", at_once)
+            # Four blocks are gathered for the forward and the backward of each chunk, if they do not stay so.
+            assert gathers == least if not reshard else gathers >= least + 4 * 4 * 2
 
 
 def memory_of(rank: int, group: Any, rows: int, in_chunks: bool, reshard: bool) -> tuple[int, int]:
