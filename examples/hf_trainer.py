@@ -21,8 +21,9 @@ import megabatch as mb
 class ContrastiveTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
         clip = self.accelerator.unwrap_model(model)  # calling it would form all logits; its towers do not
-        image = mb.chunked(clip.get_image_features, inputs["pixel_values"], chunk_size=64, select="pooler_output")
-        text = mb.chunked(clip.get_text_features, inputs["input_ids"], chunk_size=64, select="pooler_output")
+        options = {"chunk_size": 64, "select": "pooler_output", "module": model}  # who reduces gradients over ranks
+        image = mb.chunked(clip.get_image_features, inputs["pixel_values"], **options)
+        text = mb.chunked(clip.get_text_features, inputs["input_ids"], **options)
         # The pairs of all ranks together; WORLD is None in a single process.
         return mb.clip_loss(image, text, clip.logit_scale.exp(), normalize=True, group=dist.group.WORLD)
 

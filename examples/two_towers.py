@@ -30,6 +30,11 @@ class TwoTowers(nn.Module):
         self.text = nn.Sequential(words, nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim))
         self.log_scale = nn.Parameter(torch.tensor(10.0).log())
 
+    def forward(self, images: Tensor, tokens: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        # Images stay uint8 in host memory: each chunk goes to the device, and becomes float, when its turn comes.
+        image = mb.chunked(self.encode_image, images, chunk_size=chunk, transform=to_float)
+        return image, mb.chunked(self.encode_text, tokens, chunk_size=chunk), self.log_scale.exp()
+
     def encode_image(self, images: Tensor) -> Tensor:
         return normalize(self.image(images), dim=-1)
 
@@ -73,16 +78,10 @@ def train(args: argparse.Namespace, device: str) -> None:
     ddp = DistributedDataParallel(TwoTowers().to(device))
     optimizer = torch.optim.Adam(ddp.parameters(), lr=2e-3)
 
-    def encode(images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        # The towers are methods of the wrapped module; DDP reduces every gradient all the same, once per step.
-        # Images stay uint8 in host memory: each chunk goes to the device, and becomes float, when its turn comes.
-        image = mb.chunked(ddp.module.encode_image, images, chunk_size=args.chunk, transform=to_float)
-        return image, mb.chunked(ddp.module.encode_text, tokens, chunk_size=args.chunk)
-
     for step in range(args.steps):
-        image, text = encode(*make_pairs(args.batch // world_size, data))
+        # The chunks are formed in the forward of what is wrapped: DDP reduces every gradient once per step.
+        image, text, scale = ddp(*make_pairs(args.batch // world_size, data), args.chunk)
         # The negatives of a pair are all others, of all ranks; the loss is that of the whole batch on every rank.
-        scale = ddp.module.log_scale.exp()
         loss = mb.clip_loss(image, text, scale, normalize=False, group=dist.group.WORLD)
         optimizer.zero_grad()
         loss.backward()
@@ -91,7 +90,7 @@ def train(args: argparse.Namespace, device: str) -> None:
             print(f"step {step:3d}  loss {loss.item():.3f}  scale {scale.item():.2f}", flush=True)
 
     with torch.no_grad():
-        image, text = encode(*make_pairs(1000 // world_size, data))  # that no step has seen
+        image, text, _ = ddp(*make_pairs(1000 // world_size, data), args.chunk)  # that no step has seen
     # Each rank's images look for their texts among those of all ranks. 0: no other text is nearer.
     found = (mb.retrieval_ranks(image, text, group=dist.group.WORLD) == 0).float().mean()
     dist.all_reduce(found)

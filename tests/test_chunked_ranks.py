@@ -5,9 +5,11 @@ Against one process that has the whole batch, in float64.
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
 
 import pytest
 import torch
@@ -17,12 +19,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
@@ -240,34 +245,25 @@ def by_its_forward(ddp: Any, images: Tensor, texts: Tensor) -> Any:
 
 
 def by_methods(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    """The documented spelling. The numbers of chunks differ between towers, too."""
-    image = mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK)
-    text = mb.chunked(ddp.module.encode_text, texts, chunk_size=CHUNK + 1)
+    """The numbers of chunks differ between towers, too."""
+    image = mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK, module=ddp)
+    text = mb.chunked(ddp.module.encode_text, texts, chunk_size=CHUNK + 1, module=ddp)
     return image, text, ddp.module.log_scale.exp()
 
 
 def by_methods_alone(ddp: Any, images: Tensor, texts: Tensor) -> Any:
     """The scale too comes from a chunked call, as where unused parameters are looked for it must."""
-    image = mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK)
+    model = ddp.module
+    image = mb.chunked(model.encode_image, images, chunk_size=CHUNK, module=ddp)
     text, scale = mb.chunked(
-        lambda x: (ddp.module.encode_text(x), ddp.module.log_scale.exp()), texts, chunk_size=CHUNK + 1
+        lambda x: (model.encode_text(x), model.log_scale.exp()), texts, chunk_size=CHUNK + 1, module=ddp
     )
     return image, text, scale
 
 
 def by_submodules(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    image = mb.chunked(ddp.module.image, images, chunk_size=CHUNK)
-    return image, mb.chunked(ddp.module.text, texts, chunk_size=100), ddp.module.log_scale.exp()
-
-
-def by_a_lambda_of_the_wrapper(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    return mb.chunked(lambda images, texts: ddp(images, texts), images, texts, chunk_size=CHUNK)  # noqa: PLW0108
-
-
-def by_a_lambda_of_methods(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    image = mb.chunked(lambda x: ddp.module.encode_image(x), images, chunk_size=CHUNK)  # noqa: PLW0108
-    text = mb.chunked(lambda x: ddp.module.encode_text(x), texts, chunk_size=CHUNK)  # noqa: PLW0108
-    return image, text, ddp.module.log_scale.exp()
+    image = mb.chunked(ddp.module.image, images, chunk_size=CHUNK, module=ddp)
+    return image, mb.chunked(ddp.module.text, texts, chunk_size=100, module=ddp), ddp.module.log_scale.exp()
 
 
 class Holder:
@@ -277,15 +273,11 @@ class Holder:
         self.model = model
 
 
-def by_a_holder_of_the_wrapper(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    holder = Holder(ddp)
-    return mb.chunked(lambda x, y: holder.model(x, y), images, texts, chunk_size=CHUNK)  # noqa: PLW0108
-
-
-def by_a_holder_of_its_module(ddp: Any, images: Tensor, texts: Tensor) -> Any:
-    holder = Holder(ddp)
-    image = mb.chunked(lambda x: holder.model.module.encode_image(x), images, chunk_size=CHUNK)  # noqa: PLW0108
-    return image, *mb.chunked(lambda x, y: holder.model.module(x, y)[1:], images, texts, chunk_size=CHUNK)
+def by_a_holder(ddp: Any, images: Tensor, texts: Tensor) -> Any:
+    holder = Holder(Holder(ddp.module))
+    image = mb.chunked(lambda x: holder.model.model.encode_image(x), images, chunk_size=CHUNK, module=ddp)  # noqa: PLW0108
+    both = mb.chunked(lambda x, y: holder.model.model(x, y)[1:], images, texts, chunk_size=CHUNK, module=ddp)
+    return image, *both
 
 
 def by_one_tower_plain(ddp: Any, images: Tensor, texts: Tensor) -> Any:
@@ -351,23 +343,72 @@ def assert_trains_as_one_process(
 
 
 SPELLINGS = {
+    "a model that chunks itself": (ChunksItself, by_its_own_forward),
     "the wrapper": (TwoTowers, by_the_wrapper),
     "its forward": (TwoTowers, by_its_forward),
     "methods of its module": (TwoTowers, by_methods),
     "methods, and the scale from one": (TwoTowers, by_methods_alone),
     "submodules": (TwoTowers, by_submodules),
-    "a lambda of the wrapper": (TwoTowers, by_a_lambda_of_the_wrapper),
-    "a lambda of methods": (TwoTowers, by_a_lambda_of_methods),
-    "an object that holds the wrapper": (TwoTowers, by_a_holder_of_the_wrapper),
-    "an object that holds its module": (TwoTowers, by_a_holder_of_its_module),
+    "an object that holds its module": (TwoTowers, by_a_holder),
     "one method plain": (TwoTowers, by_one_tower_plain),
-    "a model that chunks itself": (ChunksItself, by_its_own_forward),
     "one tower for both": (SharedTower, with_one_tower),
     "one tower, first plain": (SharedTower, with_one_tower_first_plain),
     "one tower, then plain": (SharedTower, with_one_tower_then_plain),
 }
 ON_FOUR = ("the wrapper", "methods of its module", "one tower for both")  # also, because four take their time
-OUTSIDE = ("methods of its module", "submodules", "a lambda of methods", "one method plain")
+OUTSIDE = ("methods of its module", "submodules", "one method plain")
+
+
+REFUSED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    "a method": lambda ddp, holder: ddp.module.encode_image,
+    "a submodule": lambda ddp, holder: ddp.module.image,
+    "a lambda of a method": lambda ddp, holder: (lambda model: lambda x: model.encode_image(x) + 0)(ddp.module),
+    "a lambda of the wrapper": lambda ddp, holder: lambda x: ddp(x, x[:, :4])[0],
+    "an object that holds the wrapper": lambda ddp, holder: lambda x: holder.model.model(x, x[:, :4])[0],
+    "an object that holds its module": lambda ddp, holder: lambda x: holder.model.model.module.encode_image(x),  # noqa: PLW0108
+}
+
+
+def outside(rank: int, group: Any, spelling: str, rows: int) -> list[str]:
+    """Twice, because the first step of DistributedDataParallel is special."""
+    ddp = DistributedDataParallel(TwoTowers(), process_group=group)
+    encoder = REFUSED[spelling](ddp, Holder(Holder(ddp)))
+    texts = []
+    for images, pairs in batches(rows, steps=2):
+        with pytest.raises(ValueError) as caught:
+            mb.chunked(encoder, images, chunk_size=CHUNK)
+        texts.append(str(caught.value))
+        mb.clip_loss(*ddp(images, pairs), group=group).backward()
+    return texts
+
+
+@pytest.mark.parametrize("rows", [6, 1], ids=["chunks", "a single row"])
+@pytest.mark.parametrize("spelling", REFUSED)
+def test_what_would_not_be_reduced_or_once_per_chunk_is_refused_with_the_line_to_write(
+    pool: Pool, spelling: str, rows: int
+) -> None:
+    for texts in pool.run(2, outside, spelling, rows):
+        assert all("module=ddp" in text for text in texts)
+        if spelling == "a method":
+            assert "chunked(ddp.module.encode_image, ..., module=ddp)" in texts[0]
+
+
+def beside_no_wrapper(rank: int, group: Any) -> Tensor:
+    """Ranks without a wrapper: one tower for both sides, and one more plain call whose graph is alive."""
+    model, (images, texts) = SharedTower(), next(batches(6))
+    one, _ = mb.chunked(model, images, chunk_size=CHUNK)
+    two, scale = mb.chunked(model, padded(texts), chunk_size=CHUNK)
+    again = mb.chunked(model, images, chunk_size=CHUNK, select=0, module=model)
+    reference.clip_loss(one + again, two, scale).backward()
+    return model.tower[0].weight.grad
+
+
+def test_ranks_without_a_wrapper_are_left_alone(pool: Pool) -> None:
+    model, (images, texts) = SharedTower(), next(batches(6))
+    one, (two, scale) = model(images)[0], model(padded(texts))
+    reference.clip_loss(one + model(images)[0], two, scale).backward()
+    for gradient in pool.run(2, beside_no_wrapper):
+        torch.testing.assert_close(gradient, model.tower[0].weight.grad, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +449,68 @@ def test_every_bucket_is_reduced_once_per_step(pool: Pool, spelling: str) -> Non
     for _, faults, buckets in pool.run(2, under_ddp, kind, step, SIZES[2], options):
         assert not faults
         assert buckets[1] > 1, "there must be several, or this proves nothing"
+
+
+class Ordered:
+    """Writes down in which order chunks run, gradients arrive, and buckets are reduced."""
+
+    def __init__(self, ddp: DistributedDataParallel, group: Any, tower: nn.Module) -> None:
+        self.events: list[str] = []
+        self._group = group
+        ddp.register_comm_hook(self, Ordered.reduce)
+        tower.register_forward_hook(lambda *_: self.events.append("chunk"))
+        for parameter in tower.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self.events.append("gradient"))
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.events.append("reduce")
+        return default_hooks.allreduce_hook(self._group, bucket)
+
+
+class OneTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower(6)
+        seeded(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mb.chunked(self.tower, x, chunk_size=CHUNK)
+
+
+def order_of_a_step(rank: int, group: Any, options: dict[str, Any]) -> list[str]:
+    model = OneTower()
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=32 * 8 / 2**20, **options)
+    book = Ordered(ddp, group, model.tower)
+    for images, _ in batches(sum(SIZES[3])):
+        book.events.clear()
+        ddp(images[rows_of(SIZES[3], rank)]).square().sum().backward()
+    return book.events
+
+
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_buckets_are_reduced_one_by_one_while_the_last_chunk_runs_backwards(pool: Pool, option: str) -> None:
+    options = {option: True} if option else {}
+    for rows, events in zip(SIZES[3], pool.run(3, order_of_a_step, options), strict=True):
+        chunks = chunks_of(rows, CHUNK)
+        assert events[: 2 * chunks] == ["chunk"] * 2 * chunks  # all of them, before any gradient arrives
+        rest = events[2 * chunks :]
+        assert rest.count("gradient") == 8
+        assert rest.count("reduce") > 2
+        assert rest.index("reduce") < 4, "the first bucket waits for layers that are none of its own"
+
+
+def mixed_precision(rank: int, group: Any) -> str:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(TwoTowers().float(), process_group=group)
+    ddp.mixed_precision = precision  # its own set-up wants a GPU
+    with pytest.raises(ValueError) as caught:
+        mb.chunked(ddp, *(x.float() for x in next(batches(6))), chunk_size=CHUNK)
+    return str(caught.value)
+
+
+def test_ddps_own_mixed_precision_is_refused_by_name(pool: Pool) -> None:
+    for text in pool.run(2, mixed_precision):
+        assert text.startswith("chunked: DistributedDataParallel must have no mixed_precision")
 
 
 def naive_loop(ddp: Any, images: Tensor, texts: Tensor) -> None:
@@ -505,31 +608,6 @@ def test_two_wrapped_towers_train_as_one_process(pool: Pool, ranks: int, options
         assert not faults
 
 
-def both_wrappers_in_one_lambda(rank: int, group: Any) -> tuple[Training, list[str]]:
-    plain = TwoTowers()
-    image, text = (DistributedDataParallel(tower, process_group=group) for tower in (plain.image, plain.text))
-    books = [Reductions(image, group), Reductions(text, group)]
-    training = train(
-        plain,
-        lambda images, texts: (
-            *mb.chunked(lambda x, y: (image(x), text(y)), images, texts, chunk_size=CHUNK),
-            plain.log_scale.exp(),
-        ),
-        lambda *outputs: mb.clip_loss(*outputs, group=group),
-        rows_of(SIZES[3], rank),
-        sum(SIZES[3]),
-        lambda: [book.end_step() for book in books] and None,
-    )
-    return training, [fault for book in books for fault in book.faults()]
-
-
-def test_a_function_of_two_wrapped_towers_trains_as_one_process(pool: Pool) -> None:
-    expected = one_process(TwoTowers, sum(SIZES[3]))
-    for training, faults in pool.run(3, both_wrappers_in_one_lambda):
-        assert_same(training, expected)
-        assert not faults
-
-
 def with_a_loss_module(rank: int, group: Any, sizes: Sequence[int]) -> tuple[list[float], Parameters, Tensor]:
     plain = TwoTowers()
     plain.log_scale.requires_grad_(False)
@@ -540,8 +618,8 @@ def with_a_loss_module(rank: int, group: Any, sizes: Sequence[int]) -> tuple[lis
     for images, texts in batches(sum(sizes)):
         optimizer.zero_grad()
         rows = rows_of(sizes, rank)
-        image = mb.chunked(ddp.module.encode_image, images[rows], chunk_size=CHUNK)
-        text = mb.chunked(ddp.module.encode_text, texts[rows], chunk_size=CHUNK)
+        image = mb.chunked(ddp.module.encode_image, images[rows], chunk_size=CHUNK, module=ddp)
+        text = mb.chunked(ddp.module.encode_text, texts[rows], chunk_size=CHUNK, module=ddp)
         loss = criterion(image, text)
         loss.backward()
         optimizer.step()
@@ -560,8 +638,9 @@ def test_a_scale_of_the_loss_module_trains_beside_ddp(pool: Pool) -> None:
         torch.testing.assert_close(log_scale.reshape(1), expected.parameters["log_scale"], rtol=1e-6, atol=1e-6)
 
 
-def in_two_parts(rank: int, group: Any, step: Step, sizes: Sequence[int]) -> tuple[Parameters, list[int]]:
-    plain = TwoTowers()
+def in_two_parts(rank: int, group: Any, spelling: str, sizes: Sequence[int]) -> tuple[Parameters, list[int]]:
+    kind, step = SPELLINGS[spelling]
+    plain = kind()
     ddp = DistributedDataParallel(plain, process_group=group)
     reductions = Reductions(ddp, group)
     for index, (images, texts) in enumerate(batches(sum(sizes))):
@@ -572,12 +651,12 @@ def in_two_parts(rank: int, group: Any, step: Step, sizes: Sequence[int]) -> tup
     return gradients_of(plain), [len(buckets) for buckets in reductions.steps]
 
 
-@pytest.mark.parametrize("spelling", ["the wrapper", "methods of its module", "a lambda of the wrapper"])
+@pytest.mark.parametrize("spelling", ["the wrapper", "methods of its module", "a model that chunks itself"])
 def test_no_sync_adds_up_on_each_rank_and_the_next_step_reduces_the_sum(pool: Pool, spelling: str) -> None:
     plain = TwoTowers()
     for images, texts in batches(sum(SIZES[3])):
         reference.clip_loss(*plain(images, texts)).backward()
-    for gradients, buckets in pool.run(3, in_two_parts, SPELLINGS[spelling][1], SIZES[3]):
+    for gradients, buckets in pool.run(3, in_two_parts, spelling, SIZES[3]):
         assert_same_parameters(gradients, gradients_of(plain), "gradient of")
         assert buckets == [0, 0, 1]
 
@@ -591,7 +670,7 @@ def calls_in_turn(rank: int, group: Any) -> tuple[list[Parameters], list[str]]:
     for images, texts in batches(sum(SIZES[2])):
         ddp.zero_grad()
         images, texts = images[rows_of(SIZES[2], rank)], texts[rows_of(SIZES[2], rank)]
-        mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK)
+        mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK, module=ddp)
         with torch.no_grad():
             assert not mb.chunked(ddp, images, texts, chunk_size=CHUNK)[0].requires_grad
         mb.clip_loss(*by_methods_alone(ddp, images, texts), group=group).backward()
@@ -618,7 +697,9 @@ def only_images(rank: int, group: Any, options: dict[str, Any]) -> tuple[Paramet
     reductions = Reductions(ddp, group)
     for images, _ in batches(sum(SIZES[2])):
         ddp.zero_grad()
-        mb.chunked(ddp.module.encode_image, images[rows_of(SIZES[2], rank)], **options).square().sum().backward()
+        mb.chunked(
+            ddp.module.encode_image, images[rows_of(SIZES[2], rank)], **options, module=ddp
+        ).square().sum().backward()
         reductions.end_step()
     return gradients_of(plain), reductions.faults()
 
@@ -640,7 +721,7 @@ def images_after_both(rank: int, group: Any) -> Parameters:
     kept = by_methods_alone(ddp, images, texts)
     mb.clip_loss(*kept, group=group).backward(retain_graph=True)
     ddp.zero_grad()
-    mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK).pow(3).sum().backward()
+    mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK, module=ddp).pow(3).sum().backward()
     return gradients_of(plain)
 
 
@@ -744,7 +825,6 @@ def with_buffers_apart(rank: int, group: Any, spelling: str) -> tuple[list[Param
     ddp = DistributedDataParallel(plain, process_group=group)
     plain.centre.fill_(1.0 + rank)
     plain.norm.running_mean.fill_(0.3 * rank)
-    holder = Holder(ddp)
     found = []
     for images, _ in batches(sum(SIZES[3])):
         ddp.zero_grad()
@@ -752,12 +832,8 @@ def with_buffers_apart(rank: int, group: Any, spelling: str) -> tuple[list[Param
         encoded = {
             "plain": lambda images: ddp(images),  # noqa: PLW0108
             "the wrapper": lambda images: mb.chunked(ddp, images, chunk_size=CHUNK),
-            "a method of its module": lambda images: mb.chunked(ddp.module.forward, images, chunk_size=CHUNK),
-            "a lambda of the wrapper": lambda images: mb.chunked(lambda x: ddp(x), images, chunk_size=CHUNK),  # noqa: PLW0108
-            "an object that holds the wrapper": lambda images: mb.chunked(
-                lambda x: holder.model(x),  # noqa: PLW0108
-                images,
-                chunk_size=CHUNK,
+            "a method of its module": lambda images: mb.chunked(
+                ddp.module.forward, images, chunk_size=CHUNK, module=ddp
             ),
         }[spelling](images)
         encoded.square().sum().backward()
@@ -765,10 +841,7 @@ def with_buffers_apart(rank: int, group: Any, spelling: str) -> tuple[list[Param
     return found, {name: buffer.clone() for name, buffer in plain.named_buffers()}
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    ["the wrapper", "a method of its module", "a lambda of the wrapper", "an object that holds the wrapper"],
-)
+@pytest.mark.parametrize("spelling", ["the wrapper", "a method of its module"])
 def test_buffers_of_the_first_rank_hold_on_all_from_before_the_forward_on(pool: Pool, spelling: str) -> None:
     """As without chunks."""
     expected = pool.run(3, with_buffers_apart, "plain")
@@ -803,39 +876,22 @@ class Checkpointed(nn.Module):
 
 def reentrant(rank: int, group: Any, spelling: str, everything: bool) -> str:
     ddp = DistributedDataParallel(Checkpointed(everything), process_group=group)
-    encoder = {"the wrapper": ddp, "a method": ddp.module.encode, "a lambda": lambda x: ddp(x)}[spelling]  # noqa: PLW0108
+    encoder = {"the wrapper": ddp, "a method": ddp.module.encode}[spelling]
     x = next(batches(sum(SIZES[3])))[0][rows_of(SIZES[3], rank)].requires_grad_(everything)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # torch's, where nothing is kept
         with pytest.raises(ValueError) as caught:
-            mb.chunked(encoder, x, chunk_size=CHUNK)
+            mb.chunked(encoder, x, chunk_size=CHUNK, module=ddp)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["some", "all"])
-@pytest.mark.parametrize("spelling", ["the wrapper", "a method", "a lambda"])
+@pytest.mark.parametrize("spelling", ["the wrapper", "a method"])
 def test_reentrant_checkpoints_inside_ddp_are_refused_on_every_rank(
     pool: Pool, spelling: str, everything: bool
 ) -> None:
     for text in pool.run(3, reentrant, spelling, everything):
         assert "use_reentrant=False" in text
-
-
-def wrapped_twice(rank: int, group: Any) -> str:
-    """Two wrappers round one model: which of them reduces? The one that is passed, or none."""
-    plain = TwoTowers()
-    first, second = (DistributedDataParallel(plain, process_group=group) for _ in range(2))
-    images = next(batches(6))[0]
-    with pytest.raises(ValueError) as caught:
-        mb.chunked(first.module.encode_image, images, chunk_size=CHUNK)
-    del first
-    mb.chunked(second.module.encode_image, images, chunk_size=CHUNK)
-    return str(caught.value)
-
-
-def test_a_method_of_a_model_in_two_wrappers_is_refused(pool: Pool) -> None:
-    for text in pool.run(2, wrapped_twice):
-        assert "several of them wrap" in text
 
 
 class Averaged(torch.autograd.Function):
@@ -994,12 +1050,17 @@ def by_the_last_alone(model: Any, images: Tensor, texts: Tensor) -> Any:
     return image, mb.chunked(model.encode_text, texts, chunk_size=CHUNK), scale
 
 
+def by_a_named_model(model: Any, images: Tensor, texts: Tensor) -> Any:
+    holder = Holder(Holder(model))
+    return mb.chunked(lambda x, y: holder.model.model(x, y), images, texts, chunk_size=CHUNK, module=model)  # noqa: PLW0108
+
+
 SHARDED = {
     "the model": (TwoTowers, by_the_model),
     "its methods": (TwoTowers, by_its_methods),
     "lambdas": (TwoTowers, by_lambdas),
     "one tower for both": (SharedTower, by_the_shared),
-    "an object that holds the model": (TwoTowers, by_a_holder_of_the_wrapper),
+    "an object that holds the model": (TwoTowers, by_a_named_model),
     "the last tower alone": (TwoTowers, by_the_last_alone),
 }
 
@@ -1045,20 +1106,27 @@ def test_encoders_on_a_mesh_of_two_dimensions_train_as_one_process(pool: Pool, s
         assert_same(training, expected)
 
 
-def plain_after_chunked(rank: int, group: Any) -> str:
+def plain_after_chunked(rank: int, group: Any, spelling: str) -> str:
     with torch_may_warn():
         model = sharded(TwoTowers(), group)
         images, texts = (side[rows_of(SIZES[3], rank)] for side in next(batches(sum(SIZES[3]))))
-        loss = mb.clip_loss(*by_the_first_alone(model, images, texts), group=group)
+        if spelling == "the model":
+            outputs = by_the_first_alone(model, images, texts)
+        else:
+            outputs = mb.chunked(model.encode_image, images, chunk_size=CHUNK), model.encode_text(texts), 3.0
+        loss = mb.clip_loss(*outputs, group=group)
         with pytest.raises(RuntimeError) as caught:
             loss.backward()
         return str(caught.value)
 
 
-def test_a_sharded_encoder_called_in_chunks_and_then_without_is_refused_on_every_rank(pool: Pool) -> None:
+@pytest.mark.parametrize("spelling", ["the model", "a method"])
+def test_a_sharded_encoder_called_in_chunks_and_then_without_is_refused_on_every_rank(
+    pool: Pool, spelling: str
+) -> None:
     """Its backward would have to run forwards amid another backward, which fully_shard does not survive."""
-    for text in pool.run(3, plain_after_chunked):
-        assert "must not be called both in chunks and without" in text
+    for text in pool.run(3, plain_after_chunked, spelling):
+        assert "must not be called in chunks and then without" in text
 
 
 @pytest.mark.parametrize("sizes", [(1, 5), (5, 1), (1, 1), (1, 0)], ids=str)
@@ -1067,6 +1135,100 @@ def test_a_sharded_rank_with_a_single_row_trains_as_the_others(pool: Pool, sizes
     expected = one_process(TwoTowers, sum(sizes))
     for training in pool.run(2, under_fsdp, TwoTowers, by_the_model, sizes, "", {}):
         assert_same(training, expected)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors held at a time, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: WeakSet[Any] = WeakSet()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                memory = tensor.untyped_storage()
+                if memory.nbytes() and memory not in self._known:
+                    self._known.add(memory)
+                    self.now += memory.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    finalize(memory, self._forget, memory.nbytes())
+        return made
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+class Collectives(TorchDispatchMode):
+    """Counts them by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_of(
+    rank: int, group: Any, mesh: str, reshard: bool, sizes: Sequence[int], chunk_size: int
+) -> dict[str, int]:
+    """Of the second step, by name."""
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group, mesh, reshard_after_forward=reshard)
+        for images, texts in batches(sum(sizes), steps=2):
+            rows = rows_of(sizes, rank)
+            with Collectives() as collectives:
+                outputs = mb.chunked(model, images[rows], texts[rows], chunk_size=chunk_size)
+                sum(output.pow(3).sum() for output in outputs).backward()
+        return dict(collectives.counts)
+
+
+def count_of(kind: str, counts: dict[str, int]) -> int:
+    return sum(count for name, count in counts.items() if kind in name)
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [("", (4, 9)), ("2x2", (0, 3, 5, 9))], ids=["line", "replicas of shards"])
+def test_shards_are_reduced_once_and_gathered_as_seldom_as_their_owner_allows(
+    pool: Pool, mesh: str, sizes: Sequence[int]
+) -> None:
+    """Five groups of parameters: four blocks, and the rest. Five chunks on the rank with most, or one."""
+    for reshard in (False, True):
+        many, one = (pool.run(len(sizes), collectives_of, mesh, reshard, sizes, size) for size in (CHUNK, 100))
+        for in_chunks, at_once in zip(many, one, strict=True):
+            assert count_of("reduce_scatter", in_chunks) == count_of("reduce_scatter", at_once) == 5
+            gathers, least = count_of("_allgather_base", in_chunks), count_of("_allgather_base", at_once)
+            # Four blocks are gathered for the forward and the backward of each chunk, if they do not stay so.
+            assert gathers == least if not reshard else gathers >= least + 4 * 4 * 2
+
+
+def memory_of(rank: int, group: Any, rows: int, in_chunks: bool, reshard: bool) -> tuple[int, int]:
+    """The peak of a step, and the bytes of all parameters."""
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group, reshard_after_forward=reshard)
+        data = next(batches(rows))
+        for _ in range(2):
+            model.zero_grad()
+            with Live() as live:
+                outputs = by_the_model(model, *data) if in_chunks else model(*data)
+                outputs[0].square().sum().backward()
+                del outputs
+        return live.peak, sum(p.numel() * 8 for p in TwoTowers().parameters())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_sharded_step_takes_the_memory_of_a_chunk_and_of_whole_gradients(pool: Pool, reshard: bool) -> None:
+    rows = 512
+    one_chunk, whole_batch, in_chunks = (
+        pool.run(2, memory_of, *case, reshard)[0] for case in ((CHUNK, False), (rows, False), (rows, True))
+    )
+    outputs = rows * 2 * 5 * 8
+    assert in_chunks[0] <= one_chunk[0] + 2 * one_chunk[1] + 4 * outputs
+    assert whole_batch[0] > 1.5 * in_chunks[0], "or activations are not what is measured"
 
 
 def count_forwards(rank: int, group: Any) -> tuple[int, int]:
@@ -1319,7 +1481,7 @@ def hidden(rank: int, group: Any, whole_model: bool) -> str:
 @pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "the model alone"])
 def test_a_sharded_model_that_cannot_be_seen_is_refused(pool: Pool, whole_model: bool) -> None:
     for text in pool.run(2, hidden, whole_model):
-        assert text.startswith("chunked: encoder must be a module")
+        assert text.startswith("chunked: where several ranks train, encoder must be a module")
 
 
 def with_fsdp1(rank: int, group: Any) -> list[str]:
@@ -1359,21 +1521,6 @@ def test_the_complete_step_on_a_ring_of_four_trains_as_one_process(pool: Pool, s
     assert expected.losses[-1] != expected.losses[0]
 
 
-def student_and_teacher(rank: int, group: Any) -> str:
-    with torch_may_warn():
-        student = DistributedDataParallel(Tower(6).double(), process_group=group)
-        teacher = fully_shard(Tower(6).double().requires_grad_(False), mesh=mesh_of(group))
-        images = next(batches(6))[0]
-        with pytest.raises(ValueError) as caught:
-            mb.chunked(lambda x: (student(x), teacher(x)), images, chunk_size=CHUNK)
-        return str(caught.value)
-
-
-def test_an_encoder_that_holds_a_wrapped_and_a_sharded_module_is_refused(pool: Pool) -> None:
-    for text in pool.run(2, student_and_teacher):
-        assert "DistributedDataParallel or fully_shard" in text
-
-
 class Buffered(TwoTowers):
     def __init__(self) -> None:
         super().__init__()
@@ -1384,13 +1531,13 @@ class Buffered(TwoTowers):
 
 
 def broadcasts(rank: int, group: Any, sizes: Sequence[int]) -> int:
-    """How often buffers are sent in a step by a function that calls the wrapper for every chunk."""
+    """How often buffers are sent in a step."""
     ddp = DistributedDataParallel(Buffered(), process_group=group)
     sent = []
     share = ddp._sync_buffers
     ddp._sync_buffers = lambda: (sent.append(1), share())
     images, texts = (x[rows_of(sizes, rank)] for x in next(batches(sum(sizes))))
-    image, text, scale = mb.chunked(lambda x, y: ddp(x, y), images, texts, chunk_size=2)  # noqa: PLW0108
+    image, text, scale = mb.chunked(ddp, images, texts, chunk_size=2)
     mb.clip_loss(image, text, scale, group=group).backward()
     return len(sent)
 

@@ -4,47 +4,27 @@ The rule: every tensor of at least one dimension is cut, and all that are cut ha
 else is passed whole: 0-d tensors, and all that is no tensor. `whole` and `split` name the exceptions.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from .conditions import versions
-from .nested import Name, Names, Visit, holds_tensors, leaves_of, map_leaves
+from .arguments import Argument, Counts, Transform, described, listed, pack
+from .nested import IsLeaf, Name, Names, Visit, holds_tensors, map_leaves, never, tensors_of
+from .state import versions
+from .transfer import Transfer
 
-Transform = Callable[[Any], Any]
 
+class StandIn(NamedTuple):
+    """A leaf in place of an argument's tensor, or of part of it: the index among all tensors, and where in it."""
 
-@dataclass
-class Argument:
-    """A leaf of the arguments.
-
-    Attributes:
-        path: How one would write it, for errors.
-        names: All words that mean it.
-        split: Cut along dim 0; otherwise passed whole.
-        transform: Applied to every chunk of it, on the encoder's device.
-    """
-
-    path: str
-    names: Names
-    value: Any
-    split: bool = False
-    transform: Transform | None = None
-
-    @property
-    def differentiable(self) -> bool:
-        return isinstance(self.value, Tensor) and self.value.requires_grad
-
-    @property
-    def items(self) -> list[Tensor]:
-        return [] if isinstance(self.value, Tensor) else [x for x in leaves_of(self.value) if isinstance(x, Tensor)]
-
-    def piece(self, start: int, stop: int) -> Any:
-        return self.value[start:stop] if self.split else self.value
+    of: int
+    place: tuple[slice, ...] | None
+    leaf: Tensor
 
 
 class Batch:
@@ -53,8 +33,9 @@ class Batch:
     Attributes:
         arguments: The leaves, in order.
         rows: The number of rows that are cut into chunks.
-        differentiable: The tensors among them that want a gradient.
-        items: Those inside of lists that are split, one per row.
+        lengths: Of the rows, where chunks are trimmed.
+        pad_to: Rows that a chunk has at least, by repeating its last one.
+        differentiable: Which of `tensors()` want a gradient.
     """
 
     def __init__(
@@ -63,61 +44,54 @@ class Batch:
         kwargs: dict[str, Any],
         positional_names: Sequence[str],
         whole: Collection[Name],
-        split: Collection[Name],
+        split: Mapping[Name, Counts],
         transform: Transform | Mapping[Name, Transform] | None,
     ) -> None:
-        self._call = (args, kwargs)
-        self._positional_names = positional_names
-        self._split = split
         self.arguments: list[Argument] = []
         lists: list[Argument] = []
-        self._map(
-            lambda value, path, names: self.arguments.append(Argument(path, names, value)),
-            lambda value, path, names: lists.append(Argument(path, names, value)),
-        )
-        self._choose(whole, split)
-        self.rows = self._count_rows()
-        self._check_items([*lists, *self.arguments], whole)
-        self._attach(transform)
-        self.differentiable = [argument for argument in self.arguments if argument.differentiable]
-        self._versions = versions(argument.value for argument in self.arguments)
-        # In lists that are split: passed as they are, and their gradients collected as parameters' are.
-        self.items = [item for argument in self.arguments for item in argument.items if item.requires_grad]
-
-    def _map(self, visit: Visit, note: Visit = lambda *_: None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """args and kwargs with other leaves. Lists that are split are leaves; others are walked, and noted."""
 
         def is_leaf(value: Any, path: str, names: Names) -> bool:
-            split = not names.isdisjoint(self._split)
-            if not split:
-                note(value, path, names)
-            return split
+            """A list that is split; others are walked."""
+            lists.append(Argument(path, names, value))
+            return not names.isdisjoint(split)
 
-        args, kwargs = self._call
-        mapped = []
-        for i, value in enumerate(args):
-            own_name = self._positional_names[i] if i < len(self._positional_names) else f"args[{i}]"
-            mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), is_leaf))
-        return tuple(mapped), {
-            name: map_leaves(value, visit, name, frozenset({name}), is_leaf) for name, value in kwargs.items()
-        }
+        def visit(value: Any, path: str, names: Names) -> Any:
+            self.arguments.append(Argument(path, names, value))
+            return ...
 
-    def _check_items(self, arguments: list[Argument], whole: Collection[Name]) -> None:
+        self._skeleton = _map_call((args, kwargs), positional_names, visit, is_leaf)
+        self._positional_names = positional_names
+        self._choose(whole, split)
+        self.rows = self._count_rows()
+        self._check_items([*lists, *self.arguments], [*whole, *split])
+        self._attach(transform)
+        self.lengths: list[int] | None = None
+        self.pad_to = 0
+        self.settle()
+
+    def settle(self) -> None:
+        """Look at the tensors, which may have been brought into another order."""
+        tensors = self.tensors()
+        self.differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._activations = {i for i in self.differentiable if not tensors[i].is_leaf}
+        self._versions = versions(argument.value for argument in self.arguments)
+
+    def _check_items(self, arguments: list[Argument], named: Collection[Name]) -> None:
         """What has one item per row and is no tensor would be passed whole, and read from its beginning every time."""
         for argument in arguments:
-            named = argument.split or not argument.names.isdisjoint(whole)
+            unnamed = not argument.split and argument.names.isdisjoint(named)
             array = isinstance(argument.value, list | tuple) or getattr(argument.value, "shape", ()) != ()
-            if not named and array and len(argument.value) == self.rows > 1 and not holds_tensors(argument.value):
+            if unnamed and array and len(argument.value) == self.rows > 1 and not holds_tensors(argument.value):
                 raise ValueError(
                     f"chunked: {argument.path} must be named in split, to be cut along its items, or in whole, because "
                     f"it is no tensor and has as many items as the batch has rows, got {self.rows}."
                 )
 
-    def _choose(self, whole: Collection[Name], split: Collection[Name]) -> None:
-        for option, chosen in (("whole", whole), ("split", split)):
-            self._check_names(option, chosen)
+    def _choose(self, whole: Collection[Name], split: Mapping[Name, Counts]) -> None:
+        self._check_names("whole", whole)
+        self._check_names("split", split)
         for argument in self.arguments:
-            kept, cut = not argument.names.isdisjoint(whole), not argument.names.isdisjoint(split)
+            kept, cut = not argument.names.isdisjoint(whole), [name for name in split if name in argument.names]
             if kept and cut:
                 raise ValueError(f"chunked: {argument.path} must be named in whole or in split, got both. Drop one.")
             if checks.have_tangents(argument.value if isinstance(argument.value, Tensor) else None):
@@ -132,9 +106,10 @@ class Batch:
                 if not hasattr(argument.value, "__len__") or getattr(argument.value, "shape", None) == ():
                     raise ValueError(
                         f"chunked: {argument.path} is named in split, so it must have rows, got "
-                        f"{_described(argument.value)}. Leave it out there."
+                        f"{described(argument.value)}. Leave it out there."
                     )
                 argument.split = True
+                pack(argument, split[cut[0]])
 
     def _check_names(self, option: str, chosen: Collection[Name]) -> None:
         known = {name for argument in self.arguments for name in argument.names}
@@ -142,13 +117,13 @@ class Batch:
             if name not in known:
                 raise ValueError(
                     f"chunked: {option} must name arguments of the call, got {name!r}. There are "
-                    f"{_listed([argument.path for argument in self.arguments]) or 'none'}."
+                    f"{listed([argument.path for argument in self.arguments]) or 'none'}."
                 )
 
     def _count_rows(self) -> int:
-        rows = {argument.path: len(argument.value) for argument in self.arguments if argument.split}
+        rows = {argument.path: argument.rows for argument in self.arguments if argument.split}
         if not rows:
-            got = _listed([f"{argument.path}: {_described(argument.value)}" for argument in self.arguments])
+            got = listed([f"{argument.path}: {described(argument.value)}" for argument in self.arguments])
             raise ValueError(
                 "chunked: at least one argument must be a tensor with rows to split, got "
                 f"{got or 'no arguments'}. Name a list of samples in split."
@@ -156,8 +131,8 @@ class Batch:
         if len(set(rows.values())) > 1:
             raise ValueError(
                 "chunked: all tensors that are split along dim 0 must have the same number of rows, got "
-                f"{_listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk shall "
-                "get as they are, whole=[...]."
+                f"{listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk shall "
+                "get as they are, whole=[...]; and those that are packed with their counts, split={name: counts}."
             )
         return next(iter(rows.values()))
 
@@ -188,34 +163,95 @@ class Batch:
                     "backward reads it again, got an operation in place. Use one that is not, or clone first."
                 )
 
+    def can_be_padded(self, asked: bool | None) -> bool:
+        unfit = [
+            a.path for a in self.arguments if a.split and (a.offsets or a.rebased or not isinstance(a.value, Tensor))
+        ]
+        if unfit and asked:
+            raise ValueError(
+                f"chunked: pad_last must be left out where lists are split or tensors packed, got {listed(unfit)}."
+            )
+        return not unfit
+
+    # ---- what a chunk is
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for argument in self.arguments for tensor in tensors_of(argument.value)]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> "Batch":
+        """The same with these in place of its own."""
+        following, other = iter(tensors), copy.copy(self)
+        other.arguments = [replace(argument, value=_filled(argument.value, following)) for argument in self.arguments]
+        return other
+
+    def pieces(self, start: int, stop: int) -> list[Any]:
+        """Of every argument what these rows are, as views where that can be."""
+        pieces = [argument.piece(start, stop) for argument in self.arguments]
+        if self.lengths is not None:
+            longest = max(self.lengths[start:stop], default=0)
+            pieces = [x[:, :longest] if a.trimmed else x for a, x in zip(self.arguments, pieces, strict=True)]
+        return pieces
+
     def chunk(
-        self, start: int, stop: int, device: torch.device | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """args and kwargs for these rows, and the leaves that stand in them for what is differentiable."""
-        pieces: list[Any] = []
-        stand_ins: list[Tensor] = []
-        for argument in self.arguments:
-            piece = argument.piece(start, stop)
-            if argument.differentiable:
-                stand_ins.append(piece.detach().requires_grad_())
-                piece = stand_ins[-1] if argument.value.is_leaf else stand_ins[-1].clone()  # which may be written to
-            if device is not None:
-                piece = map_leaves(piece, lambda leaf, *_: _moved(leaf, device), argument.path)
-            pieces.append(piece if argument.transform is None else argument.transform(piece))
-        following: Iterator[Any] = iter(pieces)
-        args, kwargs = self._map(lambda *_: next(following))
+        self, pieces: Sequence[Any], bounds: tuple[int, int], transfer: Transfer, attached: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[StandIn]]:
+        """args and kwargs, and the leaves that stand in them for what is differentiable.
+
+        `attached`: nothing stands in, so that gradients go to the arguments themselves.
+        """
+        ready: list[Any] = []
+        stand_ins: list[StandIn] = []
+        index = 0
+        for argument, piece in zip(self.arguments, pieces, strict=True):
+            listed = argument.split and not isinstance(argument.value, Tensor)
+            first = index + (len(tensors_of(argument.value[: bounds[0]])) if listed else 0)
+            index += len(tensors_of(argument.value))
+            leaves = []
+            for i, tensor in enumerate(tensors_of(piece), first):
+                leaf = tensor if attached or i not in self.differentiable else tensor.detach().requires_grad_()
+                if leaf is not tensor:
+                    place = (argument.slice(*bounds), *map(slice, leaf.shape[1:2]))
+                    stand_ins.append(StandIn(i, place if argument.split and not listed else None, leaf))
+                # The encoder may write to an activation, and must find it unwritten when it runs again.
+                leaves.append(transfer.move(leaf.clone() if i in self._activations else leaf))
+            piece = self._padded(argument, _filled(piece, iter(leaves)))
+            ready.append(piece if argument.transform is None else argument.transform(piece))
+        following: Iterator[Any] = iter(ready)
+        args, kwargs = _map_call(self._skeleton, self._positional_names, lambda *_: next(following))
         return args, kwargs, stand_ins
 
+    def without_padding(self, output: Any, start: int, stop: int) -> Any:
+        """A chunk's output without the rows that were added to it."""
+        if stop - start >= self.pad_to:
+            return output
 
-def _moved(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.device == device:
-        return leaf
-    return leaf.to(device, non_blocking=leaf.device.type == "cpu")
+        def cut(leaf: Any, *_: Any) -> Any:
+            rows = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == self.pad_to
+            return leaf[: stop - start] if rows else leaf
+
+        return map_leaves(output, cut, "")
+
+    def _padded(self, argument: Argument, piece: Any) -> Any:
+        """With its last row repeated; ones where there is none, which are a token and a mask as well as a pixel."""
+        if not argument.split or len(piece) >= self.pad_to:
+            return piece
+        if not len(piece):
+            return piece.new_ones((self.pad_to, *piece.shape[1:]))
+        return torch.cat([piece, piece[-1:].expand(self.pad_to - len(piece), *piece.shape[1:])])
 
 
-def _listed(words: Sequence[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+def _map_call(
+    call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], visit: Visit, is_leaf: IsLeaf = never
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs with other leaves."""
+    args, kwargs = call
+    mapped = []
+    for i, value in enumerate(args):
+        own_name = names[i] if i < len(names) else f"args[{i}]"
+        mapped.append(map_leaves(value, visit, own_name, frozenset({own_name, f"args[{i}]", i}), is_leaf))
+    named = {name: map_leaves(value, visit, name, frozenset({name}), is_leaf) for name, value in kwargs.items()}
+    return tuple(mapped), named
 
 
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def _filled(value: Any, tensors: Iterator[Any]) -> Any:
+    return map_leaves(value, lambda leaf, *_: next(tensors) if isinstance(leaf, Tensor) else leaf, "")

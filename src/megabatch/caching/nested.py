@@ -15,7 +15,11 @@ IsLeaf = Callable[[Any, str, Names], bool]
 NO_NAMES: Names = frozenset()
 
 
-def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, is_leaf: IsLeaf = lambda *_: False) -> Any:
+def never(*_: Any) -> bool:
+    return False
+
+
+def map_leaves(value: Any, visit: Visit, path: str, names: Names = NO_NAMES, is_leaf: IsLeaf = never) -> Any:
     """The same structure in new containers, with `visit(leaf, path, names)` in place of every leaf.
 
     `path` is how one would write the leaf ("inputs['input_ids']"), `names` are all words that mean it: those of the
@@ -59,9 +63,11 @@ def _dataclass_like(model: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-def leaves_of(value: Any, path: str = "") -> list[Any]:
-    found: list[Any] = []
-    map_leaves(value, lambda leaf, *_: found.append(leaf), path)
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    map_leaves(value, lambda leaf, *_: found.append(leaf) if isinstance(leaf, Tensor) else None, "")
     return found
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .conditions import versions
-from .nested import Name, entries_of, holds_tensors, leaves_of, map_leaves, with_entries
+from .nested import Name, entries_of, holds_tensors, map_leaves, with_entries
+from .state import versions
 
 NOTHING = object()  # yet
 
@@ -101,8 +101,9 @@ class Output:
 class Gathered:
     """What the chunks have given so far."""
 
-    def __init__(self, rows: int, chunk_size: int) -> None:
-        self._rows, self._chunk_size = rows, chunk_size
+    def __init__(self, rows: int, bounds: Sequence[tuple[int, int]], pad_to: int) -> None:
+        self._rows, self._pad_to = rows, pad_to
+        self._single = all(stop - start <= 1 for start, stop in bounds)
         self._skeleton: Any = NOTHING
         self._plain: list[tuple[str, Any]] = []
         self.outputs: list[Output] = []
@@ -140,7 +141,7 @@ class Gathered:
 
     def _begin(self, path: str, value: Tensor, rows: int) -> Output:
         if value.dim() and len(value) == rows:
-            if value.shape == (1,) and self._chunk_size == 1 and self._rows > 1:
+            if value.shape == (1,) and self._single and self._rows > 1:
                 raise ValueError(
                     f"chunked: {path} must tell one number per row from one for all, got shape (1,) for a chunk of one "
                     "row. Use a chunk_size of at least 2, or leave it out by select."
@@ -178,8 +179,12 @@ class Gathered:
                 )
         return None
 
-    def structure(self, tensors: Sequence[Tensor]) -> Any:
-        """As the encoder returns it, with these tensors in place of its own."""
+    def structure(self, tensors: Sequence[Tensor], order: Sequence[int] | None) -> Any:
+        """As the encoder returns it, with these tensors in place of its own, and rows where they were in the batch."""
+        if order is not None:
+            places = torch.tensor(order, dtype=torch.long).argsort()
+            both = zip(tensors, self.outputs, strict=True)
+            tensors = [tensor[places.to(tensor.device)] if into.rows else tensor for tensor, into in both]
         following: Iterator[Tensor] = iter(tensors)
         return map_leaves(
             self._skeleton, lambda leaf, *_: next(following) if isinstance(leaf, Tensor) else leaf, "output"
@@ -189,10 +194,6 @@ class Gathered:
 def _largest(values: Tensor) -> Tensor:
     """In size, among finite ones; not zero, to be divided by."""
     return torch.where(values.isfinite(), values.abs(), 0).max().clamp(min=torch.finfo(values.dtype).tiny)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
 
 
 def _emptied(found: list[tuple[str, Any]], leaf: Any, path: str) -> Any:

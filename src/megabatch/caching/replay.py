@@ -1,272 +1,287 @@
 """A chunked call: its forward, which keeps nothing but its outputs, and its backward, which runs every chunk again.
 
-The gradients of all chunks are added up here and handed to autograd as one: whoever waits for a parameter's gradient
-(hooks, DistributedDataParallel, `torch.autograd.grad`) sees it once and whole, as without chunks.
+The last chunk stays part of the caller's graph, without its activations: once the gradients of all others have been
+added up, it runs again and backwards in the caller's own backward. So whoever waits for a parameter's gradient (hooks,
+DistributedDataParallel, `torch.autograd.grad`) sees it once and whole, layer by layer, as without chunks.
+
+Two kinds of encoder write gradients in a backward of their own, and have that of the last chunk here: modules under
+`fully_shard` reduce what they find after it, and reentrant checkpoints write in every chunk.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from . import wrappers
-from .batch import Batch
-from .conditions import Autocast, Buffers, Randomness, States, versions, without_fast_paths
-from .outputs import Gathered, Output, tensors_of
-from .trace import HALVES, Sum, Trace, Unused, collected_in
+from .batch import Batch, StandIn
+from .leaves import HALVES, Graph, Sum, check_apart, collected_in, has_hooks
+from .nested import tensors_of
+from .outputs import Gathered, Output
+from .seam import Replay
+from .shards import Shards
+from .state import Autocast, Buffers, Randomness, versions
+from .transfer import Transfer
 
-# By DistributedDataParallel: the calls whose backward is still to come.
-_outstanding: WeakKeyDictionary[DistributedDataParallel, WeakSet["Call"]] = WeakKeyDictionary()
 
-
-@dataclass(eq=False)
 class Call:
     """One call of an encoder in chunks.
 
     Attributes:
-        encoder: What is called for every chunk; gives the outputs to keep.
-        device: Where chunks are moved to; None: nowhere.
         bounds: Of the rows of every chunk. At least one, which may be empty.
-        padding: How often the encoder runs beyond that, because other ranks have more chunks.
-        by_side_effect: Gradients of parameters are not collected here: the encoder's own backward writes and reduces
-            them, as under `fully_shard`.
-        modules: Those that the encoder is or holds, as far as they can be seen.
-        quieted: Wrappers that a chunk may call, and that must not send anything for it.
-        reducers: Those that reduce the gradients of what is trained here.
+        trained: All leaves that chunks use, by id.
+        leaves: Those of chunks whose graph is not the caller's.
+        wanted: For every output, whether it has a gradient.
+        reentrant: There are reentrant checkpoints.
     """
 
-    encoder: Callable[..., Any]
-    batch: Batch
-    device: torch.device | None
-    bounds: list[tuple[int, int]]
-    padding: int
-    by_side_effect: bool
-    modules: list[nn.Module]
-    quieted: list[DistributedDataParallel]
-    randomness: Randomness
-    autocast: Autocast
-    buffers: Buffers
-    states: list[States] = field(default_factory=list)
-    trace: Trace = field(default_factory=lambda: Trace([], [], False))
-    traced: int = 0
-    unused: Unused = field(default_factory=lambda: Unused([], []))
-    outputs: list[Output] = field(default_factory=list)
-    reducers: list[DistributedDataParallel] = field(default_factory=list)
-    remembered: list[int] = field(default_factory=list)
-    connected: list[ref[Tensor]] = field(default_factory=list)
-
-    def run(self, start: int, stop: int) -> tuple[Any, list[Tensor]]:
-        """The outputs for these rows, and the leaves that stand in for the differentiable inputs."""
-        args, kwargs, stand_ins = self.batch.chunk(start, stop, self.device)
-        # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
-        torch.clear_autocast_cache()
-        with wrappers.quiet(self.quieted), without_fast_paths():
-            output = self.encoder(*args, **kwargs)
-        torch.clear_autocast_cache()
-        return output, stand_ins
-
-    def forward(self, gathered: Gathered) -> None:
-        """Run all chunks, without a graph from the first one on that has shown where gradients go."""
-        wanted = torch.is_grad_enabled()
-        with ExitStack() as watching:
-            for index, (start, stop) in enumerate(self.bounds):
-                self.states += [self.randomness.states()] if wanted else []
-                tracing = wanted and not any(self.trace.wanted)
-                # Reentrant checkpoints take care of the graph themselves, and would warn of none.
-                with torch.set_grad_enabled(tracing or self.trace.hides_leaves):
-                    began = torch._C._autograd._get_sequence_nr()
-                    output, stand_ins = self.run(start, stop)
-                if tracing:
-                    self.traced = index
-                    self.trace = Trace.of(tensors_of(output), [*stand_ins, *self.batch.items], began)
-                if tracing and any(self.trace.wanted):
-                    self.unused = Unused(self.modules, self.trace.leaves)
-                    watching.enter_context(self.unused.watched())
-                gathered.add(output, start, stop)
-                del output, stand_ins
-        self.buffers.look()
-        with torch.no_grad(), self.randomness.replayed(), self.buffers.spared(rewound=False):
-            for _ in range(self.padding):
-                self.run(*self._spare_rows())
-
-    def _spare_rows(self) -> tuple[int, int]:
-        return 0, min(2, self.batch.rows)  # a norm may want more than one
+    def __init__(
+        self,
+        encoder: Callable[..., Any],
+        batch: Batch,
+        bounds: list[tuple[int, int]],
+        place: torch.device | None,
+        devices: Sequence[torch.device],
+        buffers: Buffers,
+        shards: Shards,
+    ) -> None:
+        self._encoder, self._batch, self.bounds = encoder, batch, bounds
+        self._transfer, self._buffers, self._shards = Transfer(place), buffers, shards
+        self._randomness, self._autocast = Randomness(devices), Autocast(devices)
+        self._states: list[list[Tensor]] = []
+        self._used: list[tuple[set[int], list[bool]]] = []  # by every chunk: leaves, and which outputs have a gradient
+        self._outputs: list[Output] = []
+        self.leaves: dict[int, Tensor] = {}
+        self.trained: dict[int, Tensor] = {}
+        self.reentrant = self.has_reentrant = self.done = False
 
     @property
-    def leaves(self) -> list[Tensor]:
-        """All that is trained."""
-        return [*self.trace.leaves, *self.unused.met.values(), *self.batch.items]
+    def by_side_effect(self) -> bool:
+        return self.reentrant or bool(self._shards)
 
-    def wanted(self, outputs: Sequence[Output]) -> list[bool]:
-        """Which outputs get a gradient: those that had one when traced, or may have come to one in a later chunk."""
-        first = self.trace.wanted or [False] * len(outputs)
-        later = bool(self.unused.met)
-        return [yes or (later and into.value.is_floating_point()) for yes, into in zip(first, outputs, strict=True)]
+    @property
+    def sharded(self) -> bool:
+        return bool(self._shards)
 
-    def remember(self, outputs: list[Output]) -> None:
-        """What the backward is to find as it is now."""
-        self.outputs = outputs
-        self.batch.check_unwritten()
-        self.remembered = versions(self._read_again())
+    @property
+    def wanted(self) -> list[bool]:
+        return [any(each) for each in zip(*(wanted for _, wanted in self._used), strict=True)]
 
-    def _read_again(self) -> list[Any]:
-        return [*self.leaves, *(argument.value for argument in self.batch.arguments)]
+    # ---- forward
 
-    def connect(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Give the outputs their place in autograd's graph, and in the books of who reduces gradients."""
-        inputs = [argument.value for argument in self.batch.differentiable]
-        sources = self._asked_for() if self.by_side_effect else self.leaves
-        outputs = Replay.apply(self, outputs, *sources, *inputs)  # type: ignore[no-untyped-call]
-        for ddp in self.reducers:
-            calls = _outstanding.setdefault(ddp, WeakSet())
-            earlier = [output for call in calls for kept in call.connected if (output := kept()) is not None]
-            outputs = wrappers.passed_through(ddp, outputs, earlier)
-            calls.add(self)
-        self.connected = [ref(output) for output in outputs]
-        return outputs
+    def forward(self, gathered: Gathered) -> list[Tensor]:
+        """Run all chunks. Returns the outputs of the last one that are part of the caller's graph."""
+        attached: list[Tensor] = []
+        first: Graph | None = None
+        graded, last = torch.is_grad_enabled(), len(self.bounds) - 1
+        for index in range(last + 1):
+            attach = graded and index == last and not self.by_side_effect
+            self._states += [self._randomness.states()] if graded else []
+            output, ends = self._attach(index) if attach else self._run_without_graph(index)
+            tensors = tensors_of(output)
+            if graded:
+                graph = Graph(tensors, ends)
+                self.trained |= graph.leaves
+                self._used.append((set(graph.leaves), [tensor.requires_grad for tensor in tensors]))
+                attached = [tensor for tensor in tensors if tensor.requires_grad] if attach else []
+                self.has_reentrant |= graph.reentrant
+                if not attach:
+                    self.leaves |= graph.leaves
+                    self.reentrant = self.has_reentrant
+                if first is not None:
+                    check_apart(first, graph)
+                first = graph if index == 0 else None
+                del graph
+            gathered.add(output, *self.bounds[index])
+            del output, ends, tensors
+        with torch.no_grad(), self._randomness.replayed(), self._buffers.spared(self._buffers.now()):
+            for _ in range(self._shards.spare):
+                self._run_spare(self._batch)
+        return attached
 
-    def _asked_for(self) -> list[Tensor]:
-        """Stands for gradients that come by side effect, so that who asks autograd for them is heard, and refused."""
-        parameters = [p for p in wrappers.parameters_of(self.modules) if p.requires_grad and not _has_hooks(p)]
-        return [torch.zeros((), requires_grad=True), *parameters]
+    def _run_without_graph(self, index: int) -> tuple[Any, list[Tensor]]:
+        """With one to be looked at, if gradients are wanted, that holds no activations."""
+        with saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+            output, stand_ins = self._run(self._batch, index)
+        return output, [stand_in.leaf for stand_in in stand_ins]
 
-    def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the leaves, unless they come by side effect, and of the differentiable inputs."""
-        for ddp in self.reducers:
-            _outstanding[ddp].discard(self)
+    def _attach(self, index: int) -> tuple[Any, list[Tensor]]:
+        """The last chunk: its graph is the caller's, and its activations are formed again in the backward."""
+        batch, state, ran = copy.copy(self._batch), self._buffers.now(), False
+        ends = [batch.tensors()[i] for i in batch.differentiable]
+
+        def run() -> Any:
+            nonlocal ran
+            if not ran:
+                ran = True
+                return self._run(batch, index, attached=True)[0]
+            with self._again(index), self._buffers.spared(state):
+                output, _ = self._run(batch, index, attached=True)
+            self._compare(index, tensors_of(output), ends)
+            self._check_outputs()
+            return output
+
+        with set_checkpoint_early_stop(False):  # all of it runs again, to be compared
+            return checkpoint(run, use_reentrant=False, preserve_rng_state=False), ends
+
+    def _run(self, batch: Batch, index: int, attached: bool = False) -> tuple[Any, list[StandIn]]:
+        """The outputs of a chunk, and the leaves that stand in for the differentiable inputs."""
+        pieces = self._transfer.fetch(index, lambda i: batch.pieces(*self.bounds[i]), len(self.bounds) - 1)
+        args, kwargs, stand_ins = batch.chunk(pieces, self.bounds[index], self._transfer, attached)
+        # A weight that autocast has cast and kept belongs to the graph it was cast in, or to none.
+        torch.clear_autocast_cache()
+        with self._shards.encoding():
+            output = self._encoder(*args, **kwargs)
+        torch.clear_autocast_cache()
+        return batch.without_padding(output, *self.bounds[index]), stand_ins
+
+    def _run_spare(self, batch: Batch) -> list[Tensor]:
+        """For the sake of ranks with more chunks."""
+        bounds = 0, min(2, batch.rows)  # a norm may want more than one
+        args, kwargs, _ = batch.chunk(batch.pieces(*bounds), bounds, self._transfer, attached=False)
+        with self._shards.encoding():
+            return tensors_of(self._encoder(*args, **kwargs))
+
+    def connect(
+        self, outputs: tuple[Tensor, ...], attached: list[Tensor], gathered: Gathered, parameters: Sequence[Tensor]
+    ) -> Any:
+        """The outputs with their place in autograd's graph.
+
+        `parameters`: Of the encoder's modules. Where gradients are written, who asks autograd for them is to be heard,
+        and refused.
+        """
+        self._batch.check_unwritten()
+        self._outputs, self._versions = gathered.outputs, versions(self.trained.values())
+        tensors = self._batch.tensors()
+        inputs = [tensors[i] for i in self._batch.differentiable]
+        # The tensors are kept by the graph, and go with it.
+        self._batch = self._batch.with_tensors([tensor.new_empty(0) for tensor in tensors])
+        sources = list(self.leaves.values())
+        self._shards.watch()
         if self.by_side_effect:
-            wrappers.check_idle(self.modules)
+            sources = [
+                torch.zeros((), requires_grad=True),
+                *(p for p in parameters if p.requires_grad and not has_hooks(p)),
+            ]
+        return Replay.apply(self, outputs, tensors, *attached, *sources, *inputs)  # type: ignore[no-untyped-call]
+
+    # ---- backward
+
+    @contextmanager
+    def _again(self, index: int | None) -> Iterator[None]:
+        states = None if index is None else self._states[index]
+        with torch.enable_grad(), self._autocast.again(), self._randomness.replayed(states):
+            yield
+
+    def backward(
+        self, upstream: Sequence[Tensor | None], tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """The gradients of the last chunk's outputs, of the leaves, and of the differentiable inputs."""
+        self.done = True
+        self._shards.check_idle()
         self._check_unchanged()
-        leaves = [] if self.by_side_effect else [Sum(leaf) for leaf in self.leaves]
-        inputs = [Sum(argument.value) for argument in self.batch.differentiable]
-        # Where nothing but single numbers has a gradient, the first chunk gives all of it.
-        rows_count = any(
-            into.rows for into, gradient in zip(self.outputs, upstream, strict=True) if gradient is not None
-        )
-        with self.autocast.off(), self.buffers.spared(rewound=True), collected_in(leaves):
-            for index, (start, stop) in enumerate(self.bounds if rows_count else self.bounds[:1]):
-                pairs, stand_ins = self._run_again(index, upstream)
-                found = self._push(pairs, leaves, stand_ins)
-                for argument, total, gradient in zip(self.batch.differentiable, inputs, found, strict=True):
-                    if gradient is not None and argument.split:
-                        total.set_rows(start, stop, gradient)
-                    elif gradient is not None:
-                        total.add(gradient)
-            for _ in range(self.padding if rows_count else 0):
-                self._push_nothing(upstream)
-        for into in self.outputs:
-            into.check(self._tolerance(into))
-        return [total.result() for total in (*leaves, *inputs)]
-
-    def _run_again(
-        self, index: int, upstream: Sequence[Tensor | None]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-        """A chunk's outputs with a graph, each with the gradient that goes into it, and the stand-ins."""
-        start, stop = self.bounds[index]
-        with torch.enable_grad(), self.autocast.again(), self.randomness.replayed(self.states[index]):
-            output, stand_ins = self.run(start, stop)
-        tensors = tensors_of(output)
-        self._check_trace(index, tensors, stand_ins)
-        pairs = []
-        for tensor, into, gradient in zip(tensors, self.outputs, upstream, strict=True):
-            into.compare(tensor, start, stop)
-            if gradient is not None and tensor.requires_grad and (into.rows or index == 0):
-                pairs.append((tensor, into.part(gradient, start, stop)))
-        return pairs, stand_ins
-
-    def _tolerance(self, output: Output) -> float:
-        """How far a replay may be from the forward: another order of sums is nearer, other random numbers farther."""
-        if output.value.dtype in HALVES or any(enabled for _, enabled, _ in self.autocast.kinds):
-            return 0.05
-        return 1e-5 if output.value.dtype in (torch.float64, torch.complex128) else 0.01
-
-    def _push(
-        self, pairs: list[tuple[Tensor, Tensor]], leaves: list[Sum], stand_ins: list[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Have a chunk's graph run back, and forgotten. Returns the gradients of the stand-ins."""
-        if not pairs:
-            return [None] * len(stand_ins)
-        outputs, gradients = zip(*pairs, strict=True)
-        pairs.clear()
+        batch, last = self._batch.with_tensors(tensors), len(self.bounds) - 1
+        leaves = [Sum(leaf) for leaf in self.leaves.values()]
+        inputs = [Sum(tensor) for tensor in tensors]
+        # Where nothing but single numbers has a gradient, the last chunk gives all of it.
+        needed = any(g is not None and into.rows for into, g in zip(self._outputs, upstream, strict=True))
+        with self._autocast.again(on=False), self._buffers.spared():
+            with collected_in([] if self.reentrant else leaves), self._shards.gathered():
+                for index in range(last if needed else 0):
+                    self._replay(batch, index, upstream, leaves, inputs)
+                for _ in range(self._shards.spare if needed else 0):
+                    self._replay_spare(batch, upstream, leaves)
+            if self.by_side_effect:
+                self._replay(batch, last, upstream, leaves, inputs)
+                self._check_outputs()
+        found = [inputs[i].result() for i in batch.differentiable]
         if self.by_side_effect:
-            torch.autograd.backward(outputs, gradients)
-            return [stand_in.grad for stand_in in stand_ins]
-        wanted = [*(total.tensor for total in leaves), *stand_ins]
-        return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)[len(leaves) :]
+            return [], [], found
+        start, stop = self.bounds[last]
+        attached = [
+            None if gradient is None else into.part(gradient, start, stop)
+            for gradient, into, yes in zip(upstream, self._outputs, self._used[last][1], strict=True)
+            if yes
+        ]
+        if all(gradient is None for gradient in attached):
+            self._check_outputs()
+        return attached, [leaf.result() for leaf in leaves], found
 
-    def _push_nothing(self, upstream: Sequence[Tensor | None]) -> None:
-        with torch.enable_grad(), self.autocast.again(), self.randomness.replayed():
-            output, _ = self.run(*self._spare_rows())
-        used = [  # as by any chunk but the first
+    def _replay(
+        self,
+        batch: Batch,
+        index: int,
+        upstream: Sequence[Tensor | None],
+        leaves: Sequence[Sum],
+        inputs: Sequence[Sum],
+    ) -> None:
+        """Run a chunk again, and backwards."""
+        (start, stop), last = self.bounds[index], index == len(self.bounds) - 1
+        with self._again(index):
+            output, stand_ins = self._run(batch, index)
+        tensors = tensors_of(output)
+        self._compare(index, tensors, [stand_in.leaf for stand_in in stand_ins])
+        pairs = [
+            (tensor, into.part(gradient, start, stop))
+            for tensor, into, gradient in zip(tensors, self._outputs, upstream, strict=True)
+            if gradient is not None and tensor.requires_grad and (into.rows or last)
+        ]
+        del output, tensors
+        if last:  # what the others have given arrives with its own
+            pairs += [(leaf.tensor, total) for leaf in leaves if (total := leaf.result()) is not None]
+        if not pairs:
+            return
+        roots, gradients = zip(*pairs, strict=True)
+        pairs.clear()
+        if last or self.reentrant:
+            torch.autograd.backward(roots, gradients)
+            found: Sequence[Tensor | None] = [stand_in.leaf.grad for stand_in in stand_ins]
+        else:
+            asked = [*(leaf.tensor for leaf in leaves), *(stand_in.leaf for stand_in in stand_ins)]
+            found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)[len(leaves) :]
+        for (i, place, _), gradient in zip(stand_ins, found, strict=True):
+            inputs[i].add_at(place, gradient)
+
+    def _replay_spare(self, batch: Batch, upstream: Sequence[Tensor | None], leaves: Sequence[Sum]) -> None:
+        with self._again(None):
+            outputs = self._run_spare(batch)
+        used = [  # as by any chunk but the last
             tensor
-            for tensor, into, gradient in zip(tensors_of(output), self.outputs, upstream, strict=True)
+            for tensor, into, gradient in zip(outputs, self._outputs, upstream, strict=True)
             if gradient is not None and tensor.requires_grad and into.rows
         ]
-        torch.autograd.backward(used, [torch.zeros_like(tensor) for tensor in used])
+        nothing = [torch.zeros_like(tensor) for tensor in used]
+        torch.autograd.grad(used, [leaf.tensor for leaf in leaves], nothing, allow_unused=True)
 
-    def _check_unchanged(self) -> None:
-        again = self._read_again()
-        for value, before, now in zip(again, self.remembered, versions(again), strict=True):
-            if before != now:
-                raise RuntimeError(
-                    "chunked: parameters and inputs must not be written to between the forward and its backward, which "
-                    f"runs the encoder again; got a tensor of shape {tuple(value.shape)} at version {now}, not "
-                    f"{before}. Step the optimizer after the backward, and copy inputs that are reused."
-                )
+    # ---- what must be the same
 
-    def _check_trace(self, index: int, tensors: list[Tensor], stand_ins: list[Tensor]) -> None:
-        """That gradients go where they are collected."""
-        if self.by_side_effect:
-            return
-        again = Trace.of(tensors, [*stand_ins, *self.batch.items])
-        now, then, known = ({id(x) for x in leaves} for leaves in (again.leaves, self.trace.leaves, self.leaves))
-        if not now <= known or (index == self.traced and (now, again.wanted) != (then, self.trace.wanted)):
+    def _compare(self, index: int, tensors: list[Tensor], ends: Sequence[Tensor]) -> None:
+        """That gradients go where they did, and note how far the outputs are from the forward's."""
+        now = set(Graph(tensors, ends).leaves), [tensor.requires_grad for tensor in tensors]
+        if now != self._used[index]:
             raise RuntimeError(
                 "chunked: the encoder must use the same parameters in the backward, which runs it again, as in the "
-                "forward, got others. Freeze, unfreeze or replace parameters after the backward; and let parameters "
-                "that only some chunks use belong to modules that are called, and that the encoder is or holds."
+                "forward, got others. Freeze, unfreeze or replace parameters after the backward."
             )
+        for tensor, into in zip(tensors, self._outputs, strict=True):
+            into.compare(tensor, *self.bounds[index])
 
+    def _check_outputs(self) -> None:
+        """How far a replay may be from the forward: another order of sums is nearer, other random numbers farther."""
+        for into in self._outputs:
+            exact = into.value.dtype in (torch.float64, torch.complex128)
+            coarse = into.value.dtype in HALVES or self._autocast.enabled
+            into.check(0.05 if coarse else 1e-5 if exact else 0.01)
 
-def _has_hooks(parameter: Any) -> bool:
-    """Which do not expect to be called without a gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-class Replay(torch.autograd.Function):
-    """The seam: the outputs of a call, and the call again for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        wanted = call.wanted(call.outputs)
-        ctx.mark_non_differentiable(*(output for output, yes in zip(outputs, wanted, strict=True) if not yes))
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call | None = ctx.call
-        if call is None:
-            raise RuntimeError(
-                "chunked: backward must not run a second time, because the first has let go of the inputs. Pass "
-                "retain_graph=True to the first."
-            )
-        if call.by_side_effect and not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            raise RuntimeError(
-                "chunked: torch.autograd.grad and backward(inputs=...) must not pass through an encoder that is "
-                "sharded or has reentrant checkpoints, because its gradients are written, not returned. Call "
-                "backward(), or use checkpoints with use_reentrant=False."
-            )
-        gradients = call.backward(upstream)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.call = None
-        written = [None] * (len(ctx.needs_input_grad) - 2 - len(gradients))
-        return None, None, *written, *gradients
+    def _check_unchanged(self) -> None:
+        for leaf, before in zip(self.trained.values(), self._versions, strict=True):
+            if versions([leaf]) != [before]:
+                raise RuntimeError(
+                    "chunked: parameters must not be written to between the forward and its backward, which runs the "
+                    f"encoder again; got one of shape {tuple(leaf.shape)} that was. Step the optimizer after the "
+                    "backward."
+                )
