@@ -265,6 +265,15 @@ def test_every_loss_has_its_section() -> None:
     assert [name for name in losses if f"loss = mb.{name}(" not in text] == []
 
 
+def test_the_versions_of_tools_are_those_of_the_extras() -> None:
+    stated = dict(
+        re.findall(r"^\| ([\w-]+).* \| `([^`]+)` \| \d", (ROOT / "docs/drop-ins.md").read_text(), re.MULTILINE)
+    )
+    asked = re.findall(r'"([\w-]+)(?:\[\w+\])?(>=[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert len(stated) == 6
+    assert {(name, versions) for name, versions in asked if name in stated} == set(stated.items())
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
 def test_a_picture_can_be_read_on_any_background_and_by_a_screen_reader(picture: Path) -> None:
     svg = "{http://www.w3.org/2000/svg}"

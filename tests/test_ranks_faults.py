@@ -141,4 +141,4 @@ def test_nothing_holds_a_group_that_was_destroyed() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", HOLDING], capture_output=True, text=True, check=True, timeout=PATIENCE
     )
-    assert ended.stdout.split() == ["gone"]
+    assert ended.stdout.split()[-1] == "gone"  # gloo of torch 2.8 prints lines of its own

@@ -702,7 +702,7 @@ def test_an_image_size_that_cannot_be_is_refused(kind: str, make: Callable[..., 
 def test_a_folder_of_hugging_face_trains_and_goes_on(models: Path, tmp_path: Path, kind: str, loss: str) -> None:
     table = write_shapes(tmp_path / "shapes")
     flags = ["--model", str(models / kind), "--loss", loss, "--train-data", str(table), "--global-batch-size", "32"]
-    flags += ["--chunk-size", "16", "--workers", "0", "--lr", "1e-2", "--warmup", "0", "--lr-scheduler", "const"]
+    flags += ["--chunk-size", "16", "--workers", "0", "--lr", "1e-3", "--warmup", "0", "--lr-scheduler", "const"]
     whole = train(tmp_path, *flags, "--steps", "4", name="whole")
     assert losses(whole)[-1] < losses(whole)[0]
     train(tmp_path, *flags, "--steps", "2", name="parts")

@@ -28,7 +28,7 @@ try:
     from pytorch_metric_learning.utils.common_functions import labels_or_indices_tuple_required
 except ImportError as error:
     name = "megabatch.integrations.pytorch_metric_learning"
-    package = "pytorch-metric-learning 2.9 or newer"
+    package = "pytorch-metric-learning 2.5 or newer"
     raise not_importable(name, package, "pytorch_metric_learning", error) from error
 
 __all__ = ["NTXentLoss", "SupConLoss"]
