@@ -3,6 +3,7 @@
 from .backends.workspace import empty_cache
 from .caching.chunked import chunked
 from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
+from .loading import load
 from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
 from .retrieval import retrieval_ranks, similarity_topk
 
@@ -18,6 +19,7 @@ __all__ = [
     "clip_loss",
     "empty_cache",
     "info_nce_loss",
+    "load",
     "nt_xent_loss",
     "retrieval_ranks",
     "siglip_loss",

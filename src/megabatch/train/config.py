@@ -40,6 +40,11 @@ class Data:
         above=0,
         at_most=1,
     )
+    min_decode_size: int | None = _option(
+        None,
+        "decode larger JPEGs at 1/2, 1/4 or 1/8, no side below this: faster, but other pixels than OpenCLIP's",
+        at_least=1,
+    )
     workers: int = _option(4, "processes that read and decode, per rank; 0: the training process itself", at_least=0)
 
     def __post_init__(self) -> None:

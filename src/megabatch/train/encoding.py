@@ -64,11 +64,10 @@ def make_prepare(towers: Towers, config: Config, *, train: bool) -> Prepare:
     """Samples to what these towers take."""
     return Prepare(
         towers.tokenizer,
-        image_size=towers.image_size,
-        channels=towers.channels,
+        towers.preprocessing,
         crop_scale=config.data.crop_scale,
         seed=config.run.seed,
         duplicates=config.loss.duplicates,
         train=train,
-        squashes=towers.squashes,
+        min_decode_size=config.data.min_decode_size,
     )

@@ -34,6 +34,7 @@ from .data.source import Source
 from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
+from .loading import restore
 from .objective import Objective
 from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
 from .report import Report
@@ -79,9 +80,9 @@ class Trainer:
         self.towers: Towers = make_towers(
             config.model, loss=config.loss.loss, init_logit_scale=config.loss.init_logit_scale
         )
-        self.source: Source = open_train(config, self.towers.image_size)
-        self.held_out: Source | None = open_held_out(config, self.towers.image_size)
-        self.classes: ImageFolder | None = open_classes(config, self.towers.image_size)
+        self.source: Source = open_train(config)
+        self.held_out: Source | None = open_held_out(config)
+        self.classes: ImageFolder | None = open_classes(config)
 
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
@@ -333,6 +334,7 @@ class Trainer:
                 "config": to_mapping(self.config),
                 "progress": asdict(self.progress),
                 "ranks": self.world.size,
+                "preprocessing": asdict(self.towers.preprocessing),
                 "texts_only": self.source.texts_only,
                 "figures": self.figures,
             },
@@ -355,7 +357,7 @@ class Trainer:
         # What is asked for counts, not what was: load_state_dict would put the old settings back.
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
-            self.towers.model.load_state_dict(state["state_dict"])
+            restore(self.towers, state)
             self.optimizer.load_state_dict(state["optimizer"])
             for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(asked)

@@ -45,7 +45,7 @@ def _load(run: Path) -> tuple[Towers, Config]:
 @torch.no_grad()
 def _features(towers: Towers, config: Config) -> tuple[Tensor, Tensor]:
     """Of held-out images and of their names, of unit length."""
-    source = open_held_out(config, towers.image_size)
+    source = open_held_out(config)
     if source is None:
         raise ValueError("draw_retrieved: the run must have had --val-data, got none.")
     everything = range(len(source))

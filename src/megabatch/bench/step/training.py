@@ -54,7 +54,7 @@ class Training:
         towers = towers_of(model).train(dropout)
         optimizer = make_optimizer(towers.named_parameters(), Optimization(lr=0.0))
         chance = torch.Generator().manual_seed(SEED)
-        shape = (rows, towers.channels, towers.image_size, towers.image_size)
+        shape = (rows, towers.preprocessing.channels, towers.preprocessing.size, towers.preprocessing.size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=chance)
         letters = random.Random(SEED)
         return cls(

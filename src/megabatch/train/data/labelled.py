@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .images import decode, image_key, read_file
+from .images import content_key, read_file
 from .source import Sample, Shard
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
@@ -25,7 +25,6 @@ class ImageFolder:
         classnames: A file with lines `folder<TAB>name` (folders that are not there are passed over), or with a name
             per line in the folders' order. Default: the folders' names, with spaces for underscores.
         templates: A file with prompts, one per line, with {} for the class name. Default: `TEMPLATES`.
-        at_least: See `images.decode`.
 
     Attributes:
         classnames: In the order of their numbers, which are the labels of samples.
@@ -40,10 +39,7 @@ class ImageFolder:
         folder: str | Path,
         classnames: str | Path | None = None,
         templates: str | Path | None = None,
-        *,
-        at_least: int | None = None,
     ) -> None:
-        self._at_least = at_least
         folders = sorted(
             path for path in _existing(Path(folder)).iterdir() if path.is_dir() and not path.name.startswith(".")
         )
@@ -67,7 +63,7 @@ class ImageFolder:
     def __getitem__(self, index: int) -> Sample:
         path, number = self._images[index]
         data = read_file(path)
-        return Sample(self.classnames[number], image_key(data), decode(data, self._at_least), label=number)
+        return Sample(self.classnames[number], content_key(data), data, rgb_first=True, label=number)
 
     def name(self, index: int) -> str:
         return str(self._images[index][0])

@@ -1,15 +1,16 @@
 """Samples made tensors: the same tensors whoever makes them, and wherever."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import torch
-from PIL import Image
 from torch import Tensor
 
-from .images import center_crop, random_crop, squash, to_tensor
+from ..preprocessing import Preprocessing
+from .images import decode
 from .source import BadSample, Sample, Source
 
 
@@ -40,21 +41,21 @@ class Prepare:
 
     Attributes:
         tokenizer: Texts to tokens `[n, length]`, of one length for all texts.
-        crop_scale: See `images.random_crop`. At 1 training takes the same part of an image as evaluation.
+        preprocessing: Images to pixels, of one size for all images.
+        crop_scale: See `Preprocessing`. At 1 training takes the same part of an image as evaluation.
         seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
-        squashes: How evaluation makes squares of images: by stretching, or by cutting.
+        min_decode_size: In training, see `images.decode`.
     """
 
     tokenizer: Callable[[Sequence[str]], Tensor]
-    image_size: int
-    channels: int
+    preprocessing: Preprocessing
     crop_scale: float
     seed: int
     duplicates: str
     train: bool
-    squashes: bool = False
+    min_decode_size: int | None = None
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
@@ -62,18 +63,20 @@ class Prepare:
         samples: list[Sample] = []
         bad: list[tuple[str, str]] = []
         for number, index in zip(passes, indices, strict=True):
-            sample = _checked(source, index)
-            if isinstance(sample, BadSample):
-                bad.append((source.name(index), str(sample)))
+            try:
+                sample = source[index]
+                _check_texts(sample)
+                if sample.image is not None:
+                    images.append(self._pixels(sample, number, index))
+            except BadSample as reason:
+                bad.append((source.name(index), str(reason)))
                 continue
-            samples.append(replace(sample, image=None))  # its pixels are freed
-            if sample.image is not None:
-                images.append(self._pixels(sample.image, number, index))
+            samples.append(replace(sample, image=None))  # its content is freed
         queries = [sample.query for sample in samples if sample.query is not None]
         texts = [sample.text for sample in samples]
         negatives = [negative for sample in samples for negative in sample.negatives]
         query_tokens, tokens, negative_tokens = self._tokens(queries, texts, negatives)
-        shape = (0, self.channels, self.image_size, self.image_size)
+        shape = (0, self.preprocessing.channels, self.preprocessing.size, self.preprocessing.size)
         pixels = torch.stack(images) if images else torch.zeros(shape, dtype=torch.uint8)
         return Piece(
             first=query_tokens if source.texts_only else pixels,
@@ -86,12 +89,18 @@ class Prepare:
             bad=bad,
         )
 
-    def _pixels(self, image: Image.Image, number: int, index: int) -> Tensor:
-        if self.train and self.crop_scale < 1:
-            random = Random(f"{self.seed}/{number}/{index}")
-            return to_tensor(random_crop(image, self.image_size, self.crop_scale, random), self.channels)
-        cut = squash if self.squashes else center_crop
-        return to_tensor(cut(image, self.image_size), self.channels)
+    def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
+        image = sample.image
+        if isinstance(image, bytes):
+            image = decode(image, self.min_decode_size if self.train else None)
+        assert image is not None
+        random = Random(f"{self.seed}/{number}/{index}") if self.train and self.crop_scale < 1 else None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow's, of transparency that is dropped
+                return self.preprocessing(image, rgb_first=sample.rgb_first, crop_scale=self.crop_scale, random=random)
+        except (ValueError, OSError):
+            raise BadSample(f"image of mode {image.mode}, {image.width} x {image.height}, cannot be resized") from None
 
     def _tokens(self, *groups: list[str]) -> Sequence[Tensor]:
         """The tokens of each group, of one call of the tokenizer. It is never asked for nothing: some cannot."""
@@ -102,16 +111,7 @@ class Prepare:
     def _id(self, sample: Sample) -> int:
         if sample.label is not None:
             return sample.label
-        return _hash("image", sample.image_key) if self.duplicates == "image" else _hash("text", sample.text)
-
-
-def _checked(source: Source, index: int) -> Sample | BadSample:
-    try:
-        sample = source[index]
-        _check_texts(sample)
-    except BadSample as bad:
-        return bad
-    return sample
+        return _hash("image", sample.duplicate_key) if self.duplicates == "image" else _hash("text", sample.text)
 
 
 def _check_texts(sample: Sample) -> None:

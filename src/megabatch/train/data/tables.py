@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .images import decode, image_key, read_file
+from .images import content_key, read_file
 from .source import BadSample, Sample, Shard, Strings
 
 _LOOKED_AT = 1000  # rows, to find where relative paths start
@@ -17,9 +17,6 @@ class Table:
 
     Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
     OpenCLIP's do: one or the other for the whole file.
-
-    Args:
-        at_least: See `images.decode`.
     """
 
     texts_only = False
@@ -32,13 +29,8 @@ class Table:
         separator: str = "\t",
         image_key: str = "filepath",
         caption_key: str = "title",
-        at_least: int | None = None,
     ) -> None:
         self._path = Path(path)
-        self._at_least = at_least
-        separator = "\t" if separator == "\\t" else separator
-        if len(separator) != 1:
-            raise ValueError(f"--csv-separator: must be one character, got {separator!r}.")
         files: list[str] = []
         captions: list[str] = []
         for file, caption in _rows(self._path, separator, image_key, caption_key):
@@ -56,7 +48,7 @@ class Table:
         if not self._files[index]:
             raise BadSample("no such file")
         data = read_file(self._folder / self._files[index])
-        return Sample(self._captions[index], image_key(data), decode(data, self._at_least))
+        return Sample(self._captions[index], content_key(data), data)
 
     def name(self, index: int) -> str:
         return str(self._folder / self._files[index])
