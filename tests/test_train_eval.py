@@ -59,7 +59,7 @@ def towers_of(run: Path) -> Towers:
 
 
 def features_of(towers: Towers, source) -> tuple[torch.Tensor, torch.Tensor]:
-    prepare = Prepare(towers.tokenizer, towers.image_size, towers.channels, 1.0, 0, "caption", train=False)
+    prepare = Prepare(towers.tokenizer, towers.preprocessing, 1.0, 0, "caption", train=False)
     piece = prepare(source, [0] * len(source), range(len(source)))
     with torch.no_grad():
         return towers.encode_image(towers.pixels(piece.first)), towers.encode_text(piece.second)
