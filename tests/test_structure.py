@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "integrations": {PUBLIC, "distributed"},
     "bench": {PUBLIC, "integrations", "reference", "backends", "losses", "tiling", "distributed", "train", "plan"},
     "plan": {PUBLIC, "tiling", "backends", "losses"},
-    "train": {PUBLIC, "reference", "distributed"},
+    "train": {PUBLIC, "reference", "distributed", "plan"},
     "check": {PUBLIC, "reference", "bench", "distributed"},
     "cli": {PUBLIC, "check", "train", "bench", "plan"},
     "__main__": {"cli"},

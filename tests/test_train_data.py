@@ -41,10 +41,10 @@ from megabatch.train.data import (
     batches,
     loader,
     open_source,
-    read_templates,
     shards,
 )
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
+from megabatch.train.data.labelled import read_templates
 from megabatch.train.data.source import OpenFiles, Strings
 from megabatch.train.preprocessing import Preprocessing, random_box, to_tensor
 

@@ -21,7 +21,9 @@ class Data:
     """Where samples come from."""
 
     train_data: str | None = _option(
-        None, "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, or icons"
+        None,
+        "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, COCO's captions as "
+        "JSON, or icons",
     )
     dataset_type: str = _option(
         "auto", "auto goes by the file's name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
@@ -64,6 +66,10 @@ class Model:
         None, "side of the images in pixels, where the model leaves it open", at_least=1
     )
     lock_image: bool = _option(False, "leave the image tower as it is (LiT)")
+    lock_text: bool = _option(False, "leave the text tower as it is")
+    force_patch_dropout: float | None = _option(
+        None, "share of patches that open_clip's image towers drop in training", at_least=0, below=1
+    )
     grad_checkpointing: bool = _option(False, "form activations again in the backward")
     torchcompile: bool = _option(False, "compile the towers")
 
@@ -96,6 +102,7 @@ class Optimization:
     )
     epochs: int = _option(32, "passes over --train-num-samples", at_least=1)
     steps: int | None = _option(None, "steps, instead of --epochs", at_least=1)
+    opt: str = _option("adamw", "adamw, nadamw, or timm/NAME for timm's optimizers")
     lr: float = _option(5e-4, "the highest learning rate", at_least=0)
     wd: float = _option(0.2, "weight decay, of parameters with two dimensions or more", at_least=0)
     beta1: float = _option(0.9, "of AdamW", at_least=0, below=1)
@@ -104,7 +111,13 @@ class Optimization:
     warmup: int | None = _option(
         None, "steps until the highest learning rate (default: a tenth of all, at most 10000)", at_least=0
     )
-    lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const"))
+    lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const", "const-cooldown"))
+    epochs_cooldown: float | None = _option(None, "epochs at the end in which const-cooldown falls", above=0)
+    lr_cooldown_end: float = _option(0.0, "learning rate that it falls to", at_least=0)
+    lr_cooldown_power: float = _option(1.0, "of the polynomial that it falls by; 1: a straight line", above=0)
+    ema_decay: float | None = _option(
+        None, "keep an exponential moving average of the weights, such as 0.9999, and evaluate it", above=0, below=1
+    )
     precision: str = _option(
         "fp32", "bf16 and fp16: by autocast, weights stay float32", choices=("fp32", "bf16", "fp16", "amp", "amp_bf16")
     )
@@ -129,10 +142,14 @@ class Evaluation:
         None, "a folder of images, one folder per class, to be classified without training"
     )
     classnames: str | None = _option(
-        None, "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names)"
+        None,
+        "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names); imagenet: "
+        "open_clip's names, for folders named by WordNet's id or by the number of the class",
     )
     templates: str | None = _option(
-        None, "file with a prompt per line, {} for the class name (default: a few photo prompts)"
+        None,
+        "file with a prompt per line, {} for the class name (default: a few photo prompts); imagenet: OpenAI's 80; "
+        "simple: the best 7 of them",
     )
 
 
@@ -147,8 +164,15 @@ class Run:
     save_frequency: int = _option(1, "in epochs; 0: at the end alone", at_least=0)
     save_steps: int | None = _option(None, "in steps, instead of --save-frequency", at_least=1)
     keep: int = _option(3, "checkpoints kept, besides the best; 0: all", at_least=0)
-    report_to: str = _option("", "tensorboard, or nothing", choices=("", "tensorboard"))
-    log_every_n_steps: int = _option(10, "lines of out.log; metrics.jsonl has every step", at_least=1)
+    report_to: str = _option(
+        "",
+        "besides metrics.jsonl",
+        choices=("", "tensorboard", "wandb", "wandb,tensorboard", "tensorboard,wandb", "all"),
+    )
+    wandb_project_name: str = _option("megabatch", "project of --report-to wandb; its own settings are WANDB_…")
+    log_every_n_steps: int = _option(
+        10, "lines of out.log, the first step's besides; metrics.jsonl has every step", at_least=1
+    )
     device: str = _option("auto", "auto: cuda where there is one")
 
 
@@ -305,6 +329,12 @@ def check(config: Config, *, training: bool = True) -> None:
         raise ValueError(
             f"--init-logit-scale must be at most --max-logit-scale, got {loss.init_logit_scale} and "
             f"{loss.max_logit_scale}."
+        )
+    options = config.optimization
+    if (options.lr_scheduler == "const-cooldown") != (options.epochs_cooldown is not None):
+        raise ValueError(
+            f"--epochs-cooldown must come with --lr-scheduler const-cooldown, and the other way round, got "
+            f"{options.epochs_cooldown} and {options.lr_scheduler}."
         )
     for name in ("classnames", "templates"):
         value = getattr(evaluation, name)

@@ -33,16 +33,18 @@ def find_checkpoint(path: Path) -> Path:
 
 def restored_towers(config: Config, state: checkpoint.State) -> Towers:
     """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
-    model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
+    model = replace(config.model, pretrained=None, lock_image=False, lock_text=False)  # all weights are in there
     towers = make_towers(model, loss=config.loss.loss)
     restore(towers, state)
     return towers
 
 
-def restore(towers: Towers, state: checkpoint.State) -> None:
-    """Weights and preprocessing. Images have the size that the towers take now."""
+def restore(towers: Towers, state: checkpoint.State, *, averaged: bool = True) -> None:
+    """Weights, where `averaged` their moving average if there is one, and preprocessing. Images have the size that the
+    towers take now."""
+    weights = state["state_dict_ema"] if averaged and "state_dict_ema" in state else state["state_dict"]
     try:
-        towers.model.load_state_dict(state["state_dict"])
+        towers.model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"checkpoint: must fit the model: {error}") from error
     saved = Preprocessing.from_mapping(state["megabatch"]["preprocessing"])

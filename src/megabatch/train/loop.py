@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
 
@@ -34,6 +35,7 @@ from .data.source import Source
 from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
+from .flops import flops_per_sample, peak_flops
 from .loading import restore
 from .objective import Objective
 from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
@@ -96,6 +98,12 @@ class Trainer:
         self.parameters = [parameter for parameter in self.towers.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self.towers.model.named_parameters(), options)
         self.scaler = make_scaler(world.device, options.precision)
+        self.average: AveragedModel | None = None
+        if options.ema_decay is not None:
+            averaging: Any = get_ema_multi_avg_fn  # which torch has not typed
+            self.average = AveragedModel(self.towers, multi_avg_fn=averaging(options.ema_decay))
+        self.flops = flops_per_sample(self.towers, texts_only=self.source.texts_only)
+        self.peak_flops = peak_flops(world.device, options.precision)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
@@ -197,7 +205,7 @@ class Trainer:
     def _step(self, encoder: nn.Module, batch: Batch, told: Told) -> Figures:
         """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
         options, step = self.config.optimization, self.progress.step
-        lr = learning_rate(step, options, self.total_steps)
+        lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
@@ -231,6 +239,8 @@ class Trainer:
             self.scaler.step(self.optimizer)
             with torch.no_grad():
                 self.towers.logit_scale.clamp_(0, math.log(self.config.loss.max_logit_scale))
+            if self.average is not None:
+                self.average.update_parameters(self.towers)
         else:
             for buffer, before in zip(self.running_statistics, statistics, strict=True):
                 buffer.copy_(before)
@@ -258,12 +268,15 @@ class Trainer:
         return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
 
     def _costs(self, told: Told, data_seconds: float, seconds: float) -> Figures:
+        flops = self.flops * told.rows / self.world.size / seconds
         return {
             "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
             "train/samples": self.progress.samples,
             "train/samples_per_second": told.rows / seconds,
             "train/data_seconds": data_seconds,
             "train/step_seconds": seconds,
+            "train/tflops_per_second": flops / 1e12,
+            **({} if self.peak_flops is None else {"train/mfu": flops / self.peak_flops}),
             "train/memory_mib": peak_mib(self.world.device),
             "train/skipped_samples": self.progress.skipped_samples,
             "train/nonfinite_steps": self.progress.nonfinite_steps,
@@ -305,7 +318,8 @@ class Trainer:
         if self.world.group is not None:  # each rank has its own, which depend on its rows
             for buffer in self.running_statistics:
                 dist.broadcast(buffer, 0, group=self.world.group)
-        figures = evaluate_all(self.towers, self.held_out, self.classes, self.config, self.world)
+        towers = self.towers if self.average is None else cast(Towers, self.average.module)
+        figures = evaluate_all(towers, self.held_out, self.classes, self.config, self.world)
         self.progress.evaluated = self.progress.step
         if not figures:
             return False
@@ -341,6 +355,8 @@ class Trainer:
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
+        if self.average is not None:
+            state["state_dict_ema"] = cast(Towers, self.average.module).model.state_dict()
         for_open_clip = isinstance(self.towers, OpenClipTowers)
         path = self.checkpoints.write(state, is_best=is_best, for_open_clip=for_open_clip)
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
@@ -357,12 +373,15 @@ class Trainer:
         # What is asked for counts, not what was: load_state_dict would put the old settings back.
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
-            restore(self.towers, state)
+            restore(self.towers, state, averaged=False)
             self.optimizer.load_state_dict(state["optimizer"])
             for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(asked)
             if self.scaler.is_enabled() and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
+            if self.average is not None:  # from here on, where the run had none
+                restore(cast(Towers, self.average.module), state)
+                self.average.n_averaged.fill_(1)
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
         self.progress = Progress(**kept["progress"])

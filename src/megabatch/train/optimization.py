@@ -12,8 +12,10 @@ from .config import Optimization
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization) -> torch.optim.AdamW:
-    """AdamW. Norms, biases and scales do not decay: they are what has one dimension or none.
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization
+) -> torch.optim.Optimizer:
+    """--opt. Norms, biases and scales do not decay: they are what has one dimension or none.
 
     The groups come in OpenCLIP's order, so that its program can go on from our checkpoints.
     """
@@ -23,18 +25,38 @@ def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], options
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": options.wd},
     ]
     betas = (options.beta1, options.beta2)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+    if options.opt == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
+    if options.opt == "nadamw":
+        return torch.optim.NAdam(groups, lr=options.lr, betas=betas, eps=options.eps, decoupled_weight_decay=True)
+    library, _, name = options.opt.partition("/")
+    if library != "timm" or not name:
+        raise ValueError(f"--opt must be adamw, nadamw or timm/NAME, got {options.opt!r}.")
+    from timm.optim import create_optimizer_v2
+
+    try:
+        made: torch.optim.Optimizer = create_optimizer_v2(
+            groups, name, lr=options.lr, weight_decay=options.wd, betas=betas, eps=options.eps
+        )
+    except Exception as error:
+        raise ValueError(f"--opt: timm cannot make {name!r}: {type(error).__name__}: {error}.") from error
+    return made
 
 
 def warmup_steps(options: Optimization, total_steps: int) -> int:
     return min(10_000, total_steps // 10) if options.warmup is None else options.warmup
 
 
-def learning_rate(step: int, options: Optimization, total_steps: int) -> float:
-    """Of step `step`, counted from 0: up in a straight line, then constant or down half a cosine."""
+def learning_rate(step: int, options: Optimization, total_steps: int, steps_per_epoch: int = 1) -> float:
+    """Of step `step`, counted from 0: up in a straight line, then down half a cosine, or constant, with or without a
+    fall at the end."""
     warmup = warmup_steps(options, total_steps)
     if step < warmup:
         return options.lr * (step + 1) / warmup
+    if options.lr_scheduler == "const-cooldown":
+        cooldown = round((options.epochs_cooldown or 0) * steps_per_epoch)
+        left: float = min(1.0, (total_steps - step) / max(1, cooldown)) ** options.lr_cooldown_power
+        return options.lr_cooldown_end + left * (options.lr - options.lr_cooldown_end)
     if options.lr_scheduler == "const":
         return options.lr
     done = (step - warmup) / max(1, total_steps - warmup)

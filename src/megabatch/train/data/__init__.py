@@ -13,7 +13,6 @@ from dataclasses import replace
 from ..config import Data
 from .labelled import TEMPLATES as TEMPLATES
 from .labelled import ImageFolder as ImageFolder
-from .labelled import read_templates as read_templates
 from .loader import Batch as Batch
 from .loader import batches as batches
 from .order import Order as Order
@@ -54,6 +53,7 @@ def open_source(what: str, options: Data | None = None, *, held_out: bool = Fals
             separator=options.csv_separator,
             image_key=options.csv_img_key,
             caption_key=options.csv_caption_key,
+            per_image=held_out,
         )
     elif kind == "jsonl":
         source = TextPairs(what)
@@ -94,11 +94,11 @@ def _recognised(what: str, kind: str) -> str:
         return "webdataset"
     if what.endswith(".jsonl"):
         return "jsonl"
-    if what.endswith((".csv", ".tsv")):
+    if what.endswith((".csv", ".tsv", ".json")):
         return "csv"
     if kind != "auto":
         return kind
     raise ValueError(
-        f"{what}: must be icons, or end in .csv, .tsv, .jsonl or .tar (braces for ranges, :: between sources), because "
-        "--dataset-type is auto. If its name is right, say --dataset-type webdataset, csv, jsonl or icons."
+        f"{what}: must be icons, or end in .csv, .tsv, .json, .jsonl or .tar (braces for ranges, :: between sources), "
+        "because --dataset-type is auto. If its name is right, say --dataset-type webdataset, csv, jsonl or icons."
     )

@@ -22,8 +22,9 @@ class Piece:
         first: Images, uint8 `[n, channels, size, size]`, or tokens of queries.
         second: Tokens of captions or positives, `[n, length]`.
         ids: `[n]`: equal for rows that are not each other's negatives; labels, where samples have them.
-        negatives: Tokens of all rows' negatives, `[k, length]`; None where the source never has any.
-        negative_ids: `[k]`: equal to the id of a row with that text.
+        negatives: Tokens of all rows' negatives, or of their further captions, `[k, length]`; None where the source
+            never has any.
+        negative_ids: `[k]`: equal to the id of a row with that text; of a further caption, that of its row.
         bad: Name of each sample that was left out, and the reason.
     """
 
@@ -74,7 +75,9 @@ class Prepare:
             samples.append(replace(sample, image=None))  # its content is freed
         queries = [sample.query for sample in samples if sample.query is not None]
         texts = [sample.text for sample in samples]
-        negatives = [negative for sample in samples for negative in sample.negatives]
+        negatives = [text for sample in samples for text in (*sample.negatives, *sample.captions)]
+        negative_ids = [_hash("text", text) for sample in samples for text in sample.negatives]
+        negative_ids += [self._id(sample) for sample in samples for _ in sample.captions]
         query_tokens, tokens, negative_tokens = self._tokens(queries, texts, negatives)
         shape = (0, self.preprocessing.channels, self.preprocessing.size, self.preprocessing.size)
         pixels = torch.stack(images) if images else torch.zeros(shape, dtype=torch.uint8)
@@ -83,9 +86,7 @@ class Prepare:
             second=tokens,
             ids=torch.tensor([self._id(sample) for sample in samples], dtype=torch.int64),
             negatives=negative_tokens if source.has_negatives else None,
-            negative_ids=torch.tensor([_hash("text", text) for text in negatives], dtype=torch.int64)
-            if source.has_negatives
-            else None,
+            negative_ids=torch.tensor(negative_ids, dtype=torch.int64) if source.has_negatives else None,
             bad=bad,
         )
 
@@ -111,11 +112,12 @@ class Prepare:
     def _id(self, sample: Sample) -> int:
         if sample.label is not None:
             return sample.label
-        return _hash("image", sample.duplicate_key) if self.duplicates == "image" else _hash("text", sample.text)
+        by_image = self.duplicates == "image" or sample.captions
+        return _hash("image", sample.duplicate_key) if by_image else _hash("text", sample.text)
 
 
 def _check_texts(sample: Sample) -> None:
-    texts = (sample.text, *sample.negatives) if sample.query is None else (sample.query, sample.text, *sample.negatives)
+    texts = [sample.text, *sample.captions, *sample.negatives] + ([] if sample.query is None else [sample.query])
     if not all(text.strip() for text in texts):
         raise BadSample("empty caption" if sample.query is None else "empty text")
     try:

@@ -25,6 +25,7 @@ class OpenClipTowers(WrappedTowers):
         init_logit_bias: The same for the bias; `None` leaves it to the model whether it has one.
         pretrained: A tag of open_clip or a file.
         force_image_size: Side of the images, where the model can take others than its own.
+        force_patch_dropout: Share of patches that are dropped in training.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class OpenClipTowers(WrappedTowers):
         *,
         pretrained: str | None = None,
         force_image_size: int | None = None,
+        force_patch_dropout: float | None = None,
     ) -> None:
         super().__init__()
-        open_clip = _import_open_clip()
+        open_clip = import_open_clip()
         _check_name(open_clip, name, pretrained)
         self.tokenizer = _tokenizer(open_clip, name)
         self._config: dict[str, Any] = open_clip.get_model_config(name.replace("/", "-") if ":" not in name else name)
@@ -46,7 +48,12 @@ class OpenClipTowers(WrappedTowers):
             options["init_logit_bias"] = init_logit_bias
         try:
             self.clip = open_clip.create_model(
-                name, pretrained=pretrained, precision="fp32", force_image_size=force_image_size, **options
+                name,
+                pretrained=pretrained,
+                precision="fp32",
+                force_image_size=force_image_size,
+                force_patch_dropout=force_patch_dropout,
+                **options,
             )
         except Exception as error:
             size = "" if force_image_size is None else f" for images of side {force_image_size}"
@@ -159,7 +166,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
-def _import_open_clip() -> Any:
+def import_open_clip() -> Any:
     try:
         import open_clip
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch that is not its own
