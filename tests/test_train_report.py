@@ -46,7 +46,7 @@ class Screen(Console):
 
 
 def make(folder, *, terminal=False, **options):
-    settings = {"total_steps": 25, "first_step": 0, "tensorboard": False, "log_every": 10, "console": Screen(terminal)}
+    settings = {"total_steps": 25, "first_step": 0, "log_every": 10, "console": Screen(terminal)}
     return Report(folder, **{**settings, **options})
 
 
@@ -352,7 +352,7 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_every_value_of_every_step(tmp_path):
-    with make(tmp_path, tensorboard=True) as report:
+    with make(tmp_path, report_to="tensorboard") as report:
         report.step(1, {"train/loss": 0.5, "train/lr": 0.25})
         report.step(2, {"train/loss": 0.125})
         report.validation(2, {"val/loss": 2.0})
@@ -365,7 +365,7 @@ def test_tensorboard_has_a_step_as_soon_as_it_is_done(tmp_path, monkeypatch):
     flushed = []
     flush = SummaryWriter.flush
     monkeypatch.setattr(SummaryWriter, "flush", lambda writer: (flush(writer), flushed.append(scalars(tmp_path))))
-    with make(tmp_path, tensorboard=True) as report:
+    with make(tmp_path, report_to="tensorboard") as report:
         report.step(1, {"train/loss": 0.5})
         assert flushed == [{"train/loss": [(1, 0.5)]}]
 
@@ -373,7 +373,7 @@ def test_tensorboard_has_a_step_as_soon_as_it_is_done(tmp_path, monkeypatch):
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):
     for first_step, value in ((0, 1.0), (2, 2.0)):
         time.sleep(1.1 if first_step else 0)  # names of its files, which order them, tell seconds
-        with make(tmp_path, tensorboard=True, first_step=first_step) as report:
+        with make(tmp_path, report_to="tensorboard", first_step=first_step) as report:
             for step in range(first_step + 1, 6 - first_step):
                 report.step(step, {"train/loss": value})
     assert scalars(tmp_path) == {"train/loss": [(1, 1.0), (2, 1.0), (3, 2.0)]}
@@ -385,7 +385,7 @@ def test_without_its_package_tensorboard_is_refused_and_nothing_stays_open(tmp_p
     with pytest.raises(
         ModuleNotFoundError, match=r"needs the package tensorboard: pip install 'megabatch\[train\]'"
     ) as e:
-        make(tmp_path, tensorboard=True)
+        make(tmp_path, report_to="tensorboard")
     assert e.value.name == "tensorboard"
 
 

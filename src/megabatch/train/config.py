@@ -66,6 +66,9 @@ class Model:
         None, "side of the images in pixels, where the model leaves it open", at_least=1
     )
     lock_image: bool = _option(False, "leave the image tower as it is (LiT)")
+    feature_cache: str | None = _option(
+        None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
+    )
     lock_text: bool = _option(False, "leave the text tower as it is")
     force_patch_dropout: float | None = _option(
         None, "share of patches that open_clip's image towers drop in training", at_least=0, below=1
@@ -329,6 +332,11 @@ def check(config: Config, *, training: bool = True) -> None:
         raise ValueError(
             f"--init-logit-scale must be at most --max-logit-scale, got {loss.init_logit_scale} and "
             f"{loss.max_logit_scale}."
+        )
+    if config.model.feature_cache is not None and (not config.model.lock_image or data.crop_scale < 1):
+        raise ValueError(
+            f"--feature-cache must come with --lock-image and --crop-scale 1, because features of a tower that is "
+            f"trained, and of random crops, are new each time, got --crop-scale {data.crop_scale}."
         )
     options = config.optimization
     if (options.lr_scheduler == "const-cooldown") != (options.epochs_cooldown is not None):

@@ -35,6 +35,7 @@ from .data.source import Source
 from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
+from .feature_cache import FeatureCache
 from .flops import flops_per_sample, peak_flops
 from .loading import restore
 from .objective import Objective
@@ -102,6 +103,9 @@ class Trainer:
         if options.ema_decay is not None:
             averaging: Any = get_ema_multi_avg_fn  # which torch has not typed
             self.average = AveragedModel(self.towers, multi_avg_fn=averaging(options.ema_decay))
+        self.cache: FeatureCache | None = None
+        if config.model.feature_cache is not None and not self.source.texts_only:
+            self.cache = FeatureCache.of(config.model.feature_cache, self.towers, options.precision)
         self.flops = flops_per_sample(self.towers, texts_only=self.source.texts_only)
         self.peak_flops = peak_flops(world.device, options.precision)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
@@ -165,7 +169,9 @@ class Trainer:
         return 0
 
     def _wrapped_encoder(self) -> nn.Module:
-        encoder = Encoder(self.towers, self.config.optimization.chunk_size, texts_only=self.source.texts_only)
+        options = self.config.optimization
+        rows = min(options.chunk_size, -(-options.global_batch_size // self.world.size))
+        encoder = Encoder(self.towers, rows, texts_only=self.source.texts_only)
         if self.config.model.torchcompile:
             for part in self.towers.compiled_parts():
                 part.compile()
@@ -176,7 +182,7 @@ class Trainer:
     def _batches(self) -> Iterator[Batch]:
         return batches(
             self.source,
-            make_prepare(self.towers, self.config, train=True),
+            make_prepare(self.towers, self.config, train=True, cache=self.cache),
             self.order,
             batch_size=self.config.optimization.global_batch_size,
             rank=self.world.rank,
@@ -224,6 +230,8 @@ class Trainer:
         with autocast(self.world.device, options.precision):
             features = encoder(batch)
             loss, accuracy = self.objective(features, batch.ids, batch.negative_ids)
+        if self.cache is not None and batch.keys is not None and batch.known is not None:
+            self.cache.put(batch.keys[~batch.known], features.first[~batch.known.to(features.first.device)])
         torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -301,6 +309,8 @@ class Trainer:
     def _evaluate_and_save(self, *, leaving: bool) -> None:
         """Where either is due. Who is asked to leave saves, and evaluates when the run goes on."""
         best = False
+        if self.cache is not None and (leaving or self._due(self.steps_per_epoch)):
+            self.cache.flush()
         if not leaving and self._due(self._val_steps) and self.progress.evaluated < self.progress.step:
             try:
                 best = self._evaluate()

@@ -3,14 +3,16 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
+from PIL import Image
 from torch import Tensor
 
+from ..feature_cache import FeatureCache
 from ..preprocessing import Preprocessing
-from .images import decode
+from .images import content_key, decode
 from .source import BadSample, Sample, Source
 
 
@@ -26,6 +28,9 @@ class Piece:
             never has any.
         negative_ids: `[k]`: equal to the id of a row with that text; of a further caption, that of its row.
         bad: Name of each sample that was left out, and the reason.
+        keys: `[n, 2]`, of images in a cache of features; None where there is no cache.
+        known: `[n]`: whether the row's feature was found there. `first` has the images of all other rows.
+        features: Of the rows that are known.
     """
 
     first: Tensor
@@ -34,6 +39,9 @@ class Piece:
     negatives: Tensor | None
     negative_ids: Tensor | None
     bad: list[tuple[str, str]]
+    keys: Tensor | None = None
+    known: Tensor | None = None
+    features: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Prepare:
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
         min_decode_size: In training, see `images.decode`.
+        cache: Features of images that need not be prepared.
     """
 
     tokenizer: Callable[[Sequence[str]], Tensor]
@@ -57,22 +66,34 @@ class Prepare:
     duplicates: str
     train: bool
     min_decode_size: int | None = None
+    cache: FeatureCache | None = None
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
         images: list[Tensor] = []
+        features: list[Tensor] = []
+        keys: list[tuple[int, int]] = []
+        known: list[bool] = []
         samples: list[Sample] = []
         bad: list[tuple[str, str]] = []
         for number, index in zip(passes, indices, strict=True):
             try:
                 sample = source[index]
                 _check_texts(sample)
-                if sample.image is not None:
+                feature = None
+                if self.cache is not None:
+                    key = self.cache.key(_content_key(sample), sample.rgb_first)
+                    feature = self.cache.get(key)
+                if sample.image is not None and feature is None:
                     images.append(self._pixels(sample, number, index))
             except BadSample as reason:
                 bad.append((source.name(index), str(reason)))
                 continue
             samples.append(replace(sample, image=None))  # its content is freed
+            if self.cache is not None:
+                keys.append(key)
+                known.append(feature is not None)
+                features += [] if feature is None else [feature]
         queries = [sample.query for sample in samples if sample.query is not None]
         texts = [sample.text for sample in samples]
         negatives = [text for sample in samples for text in (*sample.negatives, *sample.captions)]
@@ -88,6 +109,9 @@ class Prepare:
             negatives=negative_tokens if source.has_negatives else None,
             negative_ids=torch.tensor(negative_ids, dtype=torch.int64) if source.has_negatives else None,
             bad=bad,
+            keys=None if self.cache is None else torch.tensor(keys, dtype=torch.int64).view(-1, 2),
+            known=None if self.cache is None else torch.tensor(known, dtype=torch.bool),
+            features=[torch.stack(features)] if features else [],
         )
 
     def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
@@ -114,6 +138,12 @@ class Prepare:
             return sample.label
         by_image = self.duplicates == "image" or sample.captions
         return _hash("image", sample.duplicate_key) if by_image else _hash("text", sample.text)
+
+
+def _content_key(sample: Sample) -> str:
+    if isinstance(sample.image, Image.Image):  # drawn, and known to others by its name
+        return content_key(repr((sample.image.mode, sample.image.size)).encode() + sample.image.tobytes())
+    return sample.duplicate_key
 
 
 def _check_texts(sample: Sample) -> None:

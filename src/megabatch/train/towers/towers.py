@@ -88,6 +88,10 @@ class Towers(nn.Module, ABC):
             "megabatch.load has it in Python."
         )
 
+    @property
+    def image_is_locked(self) -> bool:
+        return not any(parameter.requires_grad for parameter in self.image_parameters())
+
     def image_parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.image_parts() for parameter in part.parameters()]
 
