@@ -287,7 +287,7 @@ def test_bad_samples_are_counted(run, tmp_path):
         (["--checkpoint", "RUN", "--config", "NO_DATA"], "--val-data or --zeroshot-data must be given"),
         (["--checkpoint", "nowhere.pt"], r"there must be a file nowhere.pt"),
         (["--checkpoint", "RUN", "--batch-size", "8"], "--global-batch-size"),
-        (["--checkpoint", "RUN", "--model", "small"], "--checkpoint must fit --model small"),
+        (["--checkpoint", "RUN", "--model", "small"], "checkpoint: must fit --model: "),
         (["--checkpoint", "EMPTY"], "a folder with checkpoints"),
     ],
 )

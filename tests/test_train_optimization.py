@@ -55,27 +55,6 @@ def test_a_cooldown_falls_as_open_clips_does():
         assert learning_rate(step, options, 20, steps_per_epoch=4) == pytest.approx(theirs(step), abs=1e-12)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("nadamw", "NAdam"), ("timm/lion", "Lion"), ("timm/lamb", "Lamb")])
-def test_other_optimizers_are_torchs_and_timms(name, kind):
-    import_torchvision()
-    layer = nn.Linear(4, 4)
-    optimizer = make_optimizer(layer.named_parameters(), Optimization(opt=name, lr=0.1, wd=0.3, beta1=0.5))
-    assert type(optimizer).__name__ == kind
-    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.3]
-    assert {group["betas"][0] for group in optimizer.param_groups} == {0.5}
-    before = layer.weight.clone()
-    layer(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    assert not before.equal(layer.weight)
-
-
-@pytest.mark.parametrize("name", ["sgd", "timm/", "timm/nothing"])
-def test_an_optimizer_that_is_not_there_is_refused(name):
-    import_torchvision()
-    with pytest.raises(ValueError, match="--opt"):
-        make_optimizer(nn.Linear(2, 2).named_parameters(), Optimization(opt=name))
-
-
 def test_warm_up_is_a_tenth_of_the_steps_unless_given():
     assert [learning_rate(step, Optimization(lr=1.0), 30) for step in range(3)] == [1 / 3, 2 / 3, 1.0]
     assert learning_rate(0, Optimization(lr=1.0), 10**6) == 1e-4

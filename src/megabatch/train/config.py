@@ -69,10 +69,6 @@ class Model:
     feature_cache: str | None = _option(
         None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
     )
-    lock_text: bool = _option(False, "leave the text tower as it is")
-    force_patch_dropout: float | None = _option(
-        None, "share of patches that open_clip's image towers drop in training", at_least=0, below=1
-    )
     grad_checkpointing: bool = _option(False, "form activations again in the backward")
     torchcompile: bool = _option(False, "compile the towers")
 
@@ -105,7 +101,6 @@ class Optimization:
     )
     epochs: int = _option(32, "passes over --train-num-samples", at_least=1)
     steps: int | None = _option(None, "steps, instead of --epochs", at_least=1)
-    opt: str = _option("adamw", "adamw, nadamw, or timm/NAME for timm's optimizers")
     lr: float = _option(5e-4, "the highest learning rate", at_least=0)
     wd: float = _option(0.2, "weight decay, of parameters with two dimensions or more", at_least=0)
     beta1: float = _option(0.9, "of AdamW", at_least=0, below=1)

@@ -36,8 +36,8 @@ batch. Ranks count from 1.
 OF_TRAINING = {
     *("train_data", "train_num_samples", "dataset_resampled", "train_data_upsampling_factors"),
     *("crop_scale", "min_decode_size"),
-    *("lock_image", "feature_cache", "lock_text", "force_patch_dropout", "grad_checkpointing", "torchcompile"),
-    *("init_logit_scale", "max_logit_scale", "dense_loss"),
+    *("lock_image", "feature_cache", "grad_checkpointing", "torchcompile", "init_logit_scale", "max_logit_scale"),
+    "dense_loss",
     *({each.name for each in fields(Optimization)} - {"chunk_size", "precision"}),
     *("val_frequency", "val_steps"),
     *({each.name for each in fields(Run)} - {"device"}),

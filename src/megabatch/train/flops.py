@@ -1,9 +1,6 @@
 """The work of a training step, and what share of the device's peak it is."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.plan.hardware import GPUS
@@ -27,13 +24,8 @@ def flops_per_sample(towers: Towers, *, texts_only: bool) -> float:
         towers.encode_text(tokens)
     torch.backends.mha.set_fastpath_enabled(was_fast)
     towers.train(was_training)
-    images = 0 if texts_only else _passes(towers.image_parameters())
-    texts = (2 if texts_only else 1) * _passes(towers.text_parameters())
-    return float(images * of_image.get_total_flops() + texts * of_text.get_total_flops())
-
-
-def _passes(parameters: Iterable[nn.Parameter]) -> int:
-    return 3 if any(parameter.requires_grad for parameter in parameters) else 1
+    images = 0 if texts_only else 1 if towers.image_is_locked else 3
+    return float(images * of_image.get_total_flops() + (6 if texts_only else 3) * of_text.get_total_flops())
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -33,7 +33,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def restored_towers(config: Config, state: checkpoint.State) -> Towers:
     """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
-    model = replace(config.model, pretrained=None, lock_image=False, lock_text=False)  # all weights are in there
+    model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
     towers = make_towers(model, loss=config.loss.loss)
     restore(towers, state)
     return towers
@@ -46,6 +46,6 @@ def restore(towers: Towers, state: checkpoint.State, *, averaged: bool = True) -
     try:
         towers.model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"checkpoint: must fit the model: {error}") from error
+        raise ValueError(f"checkpoint: must fit --model: {error}") from error
     saved = Preprocessing.from_mapping(state["megabatch"]["preprocessing"])
     towers.preprocessing = replace(saved, size=towers.preprocessing.size)

@@ -12,10 +12,8 @@ from .config import Optimization
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization
-) -> torch.optim.Optimizer:
-    """--opt. Norms, biases and scales do not decay: they are what has one dimension or none.
+def make_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Optimization) -> torch.optim.AdamW:
+    """AdamW. Norms, biases and scales do not decay: they are what has one dimension or none.
 
     The groups come in OpenCLIP's order, so that its program can go on from our checkpoints.
     """
@@ -25,22 +23,7 @@ def make_optimizer(
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": options.wd},
     ]
     betas = (options.beta1, options.beta2)
-    if options.opt == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
-    if options.opt == "nadamw":
-        return torch.optim.NAdam(groups, lr=options.lr, betas=betas, eps=options.eps, decoupled_weight_decay=True)
-    library, _, name = options.opt.partition("/")
-    if library != "timm" or not name:
-        raise ValueError(f"--opt must be adamw, nadamw or timm/NAME, got {options.opt!r}.")
-    from timm.optim import create_optimizer_v2
-
-    try:
-        made: torch.optim.Optimizer = create_optimizer_v2(
-            groups, name, lr=options.lr, weight_decay=options.wd, betas=betas, eps=options.eps
-        )
-    except Exception as error:
-        raise ValueError(f"--opt: timm cannot make {name!r}: {type(error).__name__}: {error}.") from error
-    return made
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps)
 
 
 def warmup_steps(options: Optimization, total_steps: int) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -186,29 +187,10 @@ class _Silent(Report):
     def __init__(self) -> None:
         pass
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
-
-    def replay(self, held: Sequence[logging.LogRecord]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    step = validation = not_finite = say = warn = replay = close = __exit__ = _nothing
 
 
 # ---- on the terminal

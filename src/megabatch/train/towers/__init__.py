@@ -25,12 +25,9 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
     if init_logit_scale is not None and not 0 < init_logit_scale < math.inf:
         raise ValueError(f"--init-logit-scale: must be a positive number, got {init_logit_scale}.")
     scale, bias = (10.0, -10.0) if loss == "siglip" else (1 / 0.07, None)
-    is_folder = Path(model.model).is_dir()
-    if model.force_patch_dropout is not None and (is_folder or model.model in ("tiny", "small")):
-        raise ValueError(f"--force-patch-dropout: must come with a model of open_clip, got {model.model}.")
     if model.model in ("tiny", "small"):
         towers = _built_in(model, init_logit_scale or scale, bias)
-    elif is_folder:
+    elif Path(model.model).is_dir():
         from .hugging_face import HuggingFaceTowers
 
         _refuse_pretrained(model, "the folder's own weights are loaded")
@@ -45,7 +42,6 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
             bias,
             pretrained=model.pretrained,
             force_image_size=model.force_image_size,
-            force_patch_dropout=model.force_patch_dropout,
         )
     if init_logit_scale is not None:
         with torch.no_grad():
@@ -53,11 +49,8 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
     _settle_bias(towers, model, loss)
     if model.lock_image:
         towers.lock_image()
-    if (model.lock_image or model.lock_text) and not has_weights(model):
-        tower = "image" if model.lock_image else "text"
-        _log.warning("--lock-%s: the %s tower of %s has random weights, and keeps them.", tower, tower, model.model)
-    if model.lock_text:
-        towers.lock_text()
+    if model.lock_image and not has_weights(model):
+        _log.warning("--lock-image: the image tower of %s has random weights, and keeps them.", model.model)
     if model.grad_checkpointing:
         towers.checkpoint_activations()
     return towers.train()

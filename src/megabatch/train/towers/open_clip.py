@@ -25,7 +25,6 @@ class OpenClipTowers(WrappedTowers):
         init_logit_bias: The same for the bias; `None` leaves it to the model whether it has one.
         pretrained: A tag of open_clip or a file.
         force_image_size: Side of the images, where the model can take others than its own.
-        force_patch_dropout: Share of patches that are dropped in training.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class OpenClipTowers(WrappedTowers):
         *,
         pretrained: str | None = None,
         force_image_size: int | None = None,
-        force_patch_dropout: float | None = None,
     ) -> None:
         super().__init__()
         open_clip = import_open_clip()
@@ -48,12 +46,7 @@ class OpenClipTowers(WrappedTowers):
             options["init_logit_bias"] = init_logit_bias
         try:
             self.clip = open_clip.create_model(
-                name,
-                pretrained=pretrained,
-                precision="fp32",
-                force_image_size=force_image_size,
-                force_patch_dropout=force_patch_dropout,
-                **options,
+                name, pretrained=pretrained, precision="fp32", force_image_size=force_image_size, **options
             )
         except Exception as error:
             size = "" if force_image_size is None else f" for images of side {force_image_size}"

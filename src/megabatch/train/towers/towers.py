@@ -30,7 +30,7 @@ class Towers(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._locked: list[nn.Module] = []
+        self.image_is_locked = False
         self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}  # no buffers: nothing to save
 
     @property
@@ -88,38 +88,18 @@ class Towers(nn.Module, ABC):
             "megabatch.load has it in Python."
         )
 
-    @property
-    def image_is_locked(self) -> bool:
-        return not any(parameter.requires_grad for parameter in self.image_parameters())
-
-    def image_parameters(self) -> list[nn.Parameter]:
-        return [parameter for part in self.image_parts() for parameter in part.parameters()]
-
-    def text_parameters(self) -> list[nn.Parameter]:
-        """All but those of the image tower, and scale and bias."""
-        others = {id(each) for each in (*self.image_parameters(), self.logit_scale, self.logit_bias)}
-        return [parameter for parameter in self.model.parameters() if id(parameter) not in others]
-
     def lock_image(self) -> None:
         """LiT: the image tower stays as it is, its projection and the statistics of its norms included."""
-        self._lock(self.image_parts(), self.image_parameters())
-
-    def lock_text(self) -> None:
-        """All but the image tower, scale and bias stays as it is."""
-        parts = [part for part in self.model.children() if part not in self.image_parts()]
-        self._lock(parts, self.text_parameters())
-
-    def _lock(self, parts: list[nn.Module], parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        for part in parts:
+        self.image_is_locked = True
+        for part in self.image_parts():
+            part.requires_grad_(False)
             part.eval()
-        self._locked += parts
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        for part in self._locked:
-            part.eval()
+        if self.image_is_locked:
+            for part in self.image_parts():
+                part.eval()
         return self
 
 
