@@ -881,7 +881,7 @@ def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
 def joined(parts: Sequence[Batch]) -> Batch:
     """The parts of all ranks, as one."""
     tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "ids")]
-    return Batch(*tensors, None, None, [bad for part in parts for bad in part.bad], parts[0].step)
+    return Batch(*tensors, None, None, [bad for part in parts for bad in part.bad], step=parts[0].step)
 
 
 @pytest.fixture

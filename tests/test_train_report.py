@@ -153,6 +153,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then_and_at_the_end(tm
         for step in range(1, 26):
             report.step(step, VALUES)
     assert re.findall(r"\[(\d+)/25 \((\d+)%\)\]", screen.stream.getvalue()) == [
+        ("1", "4"),
         ("10", "40"),
         ("20", "80"),
         ("25", "100"),
@@ -161,7 +162,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then_and_at_the_end(tm
         r"\d{4}-\d\d-\d\d,\d\d:\d\d:\d\d \| INFO \| Train Epoch: 2 \[10/25 \(40%\)\] Data \(t\): 0\.012 "
         r"Batch \(t\): 0\.310 3303\.2/s LR: 0\.0005 Logit Scale: 14\.286 Grad Norm: 0\.512 Memory: 812 MiB "
         r"Accuracy: 0\.0123 Loss: 6\.9315",
-        screen.stream.getvalue().splitlines()[0],
+        screen.stream.getvalue().splitlines()[1],
     )
     assert (tmp_path / "out.log").read_text() == screen.stream.getvalue()
 

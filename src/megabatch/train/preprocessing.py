@@ -4,17 +4,22 @@ Equal to what open_clip's image_transform and transformers' image processors mak
 they resize with Pillow.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
-INTERPOLATIONS = {each.name.lower(): each for each in Image.Resampling}
+if TYPE_CHECKING:  # towers can do without it
+    from PIL import Image
+
+INTERPOLATIONS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}  # Pillow's numbers
+LARGEST = 2**26  # pixels of a resized image
 RESIZE_MODES = ("shortest", "longest", "squash", "none")
 _LOWEST_RATIO, _HIGHEST_RATIO = 3 / 4, 4 / 3
 
@@ -62,7 +67,7 @@ class Preprocessing:
             )
 
     @staticmethod
-    def from_mapping(values: Mapping[str, Any]) -> "Preprocessing":
+    def from_mapping(values: Mapping[str, Any]) -> Preprocessing:
         """Of what dataclasses.asdict has made of one."""
         return Preprocessing(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
@@ -102,12 +107,14 @@ class Preprocessing:
             width, height = (side, rest) if upright else (rest, side)
         else:
             width, height = (max(1, round(each / (long / side))) for each in image.size)
-        if width * height > (Image.MAX_IMAGE_PIXELS or math.inf):
+        if width * height > LARGEST:
             raise ValueError(f"preprocessing: image must be less long, got {image.width} x {image.height} pixels.")
         return image.resize((width, height), INTERPOLATIONS[self.interpolation])
 
     def _cropped(self, image: Image.Image) -> Image.Image:
         """The middle. Sides that are too short are filled up first."""
+        from PIL import ImageOps
+
         missing = [max(0, self.size - each) for each in image.size]
         if any(missing):
             # transformers pads before by what remains, open_clip after.
@@ -146,6 +153,8 @@ def to_tensor(image: Image.Image, channels: int) -> Tensor:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

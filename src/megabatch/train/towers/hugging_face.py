@@ -58,7 +58,7 @@ class HuggingFaceTowers(WrappedTowers):
             "do_convert_rgb": True,
             "do_resize": done.resize_mode != "none",
             "size": dict.fromkeys(edges, done.resize_to or done.size),
-            "resample": INTERPOLATIONS[done.interpolation].value,
+            "resample": INTERPOLATIONS[done.interpolation],
             "do_center_crop": True,
             "crop_size": {"height": done.size, "width": done.size},
             "image_mean": done.mean,
@@ -233,7 +233,7 @@ def _preprocessing(folder: str, kind: str, vision: Any) -> Preprocessing:
         raise ValueError(f"--model: do_center_crop must be true where size is that of one edge, got false in {folder}.")
     if _side(folder, "crop_size" if given["do_center_crop"] else "size", crop) != side:
         raise ValueError(f"--model: images must be prepared to the model's {side} pixels, got {crop} in {folder}.")
-    interpolation = {filter.value: name for name, filter in INTERPOLATIONS.items()}[given["resample"]]
+    interpolation = {number: name for name, number in INTERPOLATIONS.items()}[given["resample"]]
     return Preprocessing(side, mean, std, interpolation, mode, resize_to, convention="transformers")
 
 

@@ -1,17 +1,21 @@
 """What two towers are to the rest."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from ..preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Tokenizer = Callable[[Sequence[str]], Tensor]  # [n, length] integers; can be sent to other processes
 
