@@ -5,7 +5,8 @@ flushed line by line, and cut back to the checkpoint when a run is resumed, so t
 Numbers are exact. JSON has none for nan and the infinities: they are the strings "nan", "inf" and "-inf", which
 Python's float() reads as it reads the numbers.
 
-Nothing here runs in a thread of its own but TensorBoard's writer and wandb: workers of a loader may be forked at any time.
+Nothing here runs in a thread of its own but TensorBoard's writer and wandb: workers of a loader may be forked at any
+time.
 """
 
 import json
