@@ -19,6 +19,7 @@ from megabatch.train.towers import Towers, make_towers
 from megabatch.train.towers.tiny import TinyTowers
 
 from .ranks import run_apart
+from .shims import import_torchvision
 from .training import PLACES, SHADES, SHAPES, draw_shape, evaluations, train, write_pairs, write_shapes
 
 FLAGS = ["--global-batch-size", "48", "--chunk-size", "16", "--workers", "0", "--steps", "12", "--lr", "2e-3"]
@@ -59,7 +60,7 @@ def towers_of(run: Path) -> Towers:
 
 
 def features_of(towers: Towers, source) -> tuple[torch.Tensor, torch.Tensor]:
-    prepare = Prepare(towers.tokenizer, towers.image_size, towers.channels, 1.0, 0, "caption", train=False)
+    prepare = Prepare(towers.tokenizer, towers.preprocessing, 1.0, 0, "caption", train=False)
     piece = prepare(source, [0] * len(source), range(len(source)))
     with torch.no_grad():
         return towers.encode_image(towers.pixels(piece.first)), towers.encode_text(piece.second)
@@ -113,15 +114,16 @@ def test_memory_grows_with_the_samples_not_with_their_square(monkeypatch):
     monkeypatch.setattr(torch, "empty", metered)
     torch.manual_seed(0)
     query = torch.randn(rows, 8)
+    own = torch.arange(rows)
     key = query + 0.01 * torch.randn(rows, 8)
-    figures = evaluate._retrieval("a_to_b", query, key, torch.zeros(rows), World(torch.device("cpu")))
+    figures = evaluate._retrieval("a_to_b", query, key, own, (own, own), World(torch.device("cpu")))
     assert figures["val/a_to_b_R@10"] > 0.5
     assert 0 < most[0] < rows * rows / 20
 
 
 def test_towers_that_say_the_same_of_everything_find_nothing():
-    same, world = torch.ones(100, 4), World(torch.device("cpu"))
-    figures = evaluate._retrieval("a_to_b", same, same, torch.zeros(100, dtype=torch.int64), world)
+    same, own, world = torch.ones(100, 4), torch.arange(100), World(torch.device("cpu"))
+    figures = evaluate._retrieval("a_to_b", same, same, own, (own, own), world)
     assert figures["val/a_to_b_R@10"] == 0
     assert figures["val/a_to_b_median_rank"] == 50
 
@@ -129,9 +131,78 @@ def test_towers_that_say_the_same_of_everything_find_nothing():
 def test_equal_captions_are_as_right_as_each_other():
     """Three rows of each, and all are found."""
     features, world = torch.eye(5).repeat(3, 1), World(torch.device("cpu"))
-    alike = evaluate._alike(torch.arange(5).repeat(3), world)
-    assert alike.tolist() == [2] * 15
-    assert evaluate._retrieval("a_to_b", features, features, alike, world)["val/a_to_b_R@1"] == 1
+    own, ids = torch.arange(15), torch.arange(5).repeat(3)
+    assert evaluate._retrieval("a_to_b", features, features, own, (ids, ids), world)["val/a_to_b_R@1"] == 1
+
+
+def several_captions(tmp_path: Path, kind: str) -> Path:
+    """20 images with 1 to 5 captions each, as a table and as COCO has them."""
+    rows = []
+    for number, (shape, shade) in enumerate(product(SHAPES, SHADES)):
+        draw_shape(shape, shade, "middle").save(tmp_path / f"{number}.png")
+        words = [f"{shade} {shape} at the {place}" for place in ("left", "right", "top", "bottom", "middle")]
+        rows += [(number, words[each]) for each in range(1 + number % 5)]
+    rows = rows[::2] + rows[1::2]  # captions of an image do not lie together
+    if kind == "csv":
+        path = tmp_path / "captions.csv"
+        path.write_text("filepath\ttitle\n" + "".join(f"{number}.png\t{words}\n" for number, words in rows))
+    else:
+        path = tmp_path / "captions.json"
+        images = [{"id": 100 + number, "file_name": f"{number}.png"} for number in range(16)]
+        notes = [{"image_id": 100 + number, "caption": words} for number, words in rows]
+        path.write_text(json.dumps({"images": images, "annotations": notes}))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_all_captions_of_an_image_count(run, tmp_path, kind):
+    """As for COCO and Flickr30k: an image has found its text where one of its captions is among the first."""
+    path = several_captions(tmp_path, kind)
+    figures = evaluated(tmp_path, "--checkpoint", str(run), "--val-data", str(path), "--workers", "0")
+    table = Table(path, per_image=True)
+    captions = [(row, words) for row in range(16) for words in (table[row].text, *table[row].captions)]
+    owners = torch.tensor([row for row, _ in captions])
+    assert (figures["val/samples"], figures["val/captions"]) == (16, len(captions))
+    towers = towers_of(run)
+    images, _ = features_of(towers, table)
+    with torch.no_grad():
+        texts = towers.encode_text(towers.tokenizer([words for _, words in captions]))
+    scores = normalize(texts, dim=1) @ normalize(images, dim=1).T
+    for k in (1, 5, 10):
+        found = scores.topk(k, dim=1).indices == owners[:, None]
+        assert figures[f"val/text_to_image_R@{k}"] == pytest.approx(found.any(1).double().mean().item(), abs=0.03)
+        found = owners[scores.T.topk(k, dim=1).indices] == torch.arange(16)[:, None]
+        assert figures[f"val/image_to_text_R@{k}"] == pytest.approx(found.any(1).double().mean().item(), abs=0.07)
+
+
+def test_a_training_table_has_a_sample_per_row(tmp_path):
+    path = several_captions(tmp_path, "json")
+    assert len(Table(path)) > len(Table(path, per_image=True)) == 16
+    assert not Table(path).has_negatives
+    for content in ("{", "[]", '{"images": []}', '{"images": [{"id": 1, "file_name": 2}], "annotations": [{}]}'):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ValueError, match=r"bad\.json: must be a file of COCO's captions"):
+            Table(tmp_path / "bad.json")
+
+
+def test_imagenet_has_names_and_prompts(tmp_path):
+    import_torchvision()
+    import open_clip
+
+    for name in ("n01443537", "n01440764", "n03028079"):
+        (tmp_path / name).mkdir()
+        draw_shape("cross", "grey", "top").save(tmp_path / name / "0.png")
+    folder = ImageFolder(tmp_path, "imagenet", "imagenet")
+    names, prompts = open_clip.IMAGENET_CLASSNAMES, open_clip.OPENAI_IMAGENET_TEMPLATES
+    assert folder.classnames == ["tench", "goldfish", "church"]
+    assert [prompt.replace("{}", "dog") for prompt in folder.templates] == [make("dog") for make in prompts]
+    assert (len(folder.templates), len(ImageFolder(tmp_path, "imagenet", "simple").templates)) == (80, 7)
+    for path in list(tmp_path.iterdir()):
+        path.rename(tmp_path / str(["n01440764", "n01443537", "n03028079"].index(path.name) * 10))
+    assert ImageFolder(tmp_path, "imagenet").classnames == [names[0], names[10], names[20]]  # ImageNet-V2's folders
+    (tmp_path / "0").rename(tmp_path / "dogs")
+    with pytest.raises(ValueError, match=r"--classnames imagenet: folders must be named by ImageNet's ids.*got 'dogs'"):
+        ImageFolder(tmp_path, "imagenet")
 
 
 def test_zero_shot_classification_is_that_of_plain_torch(run, classes, tmp_path):
@@ -214,10 +285,10 @@ def test_bad_samples_are_counted(run, tmp_path):
         ([], "--checkpoint must be given, or --model"),
         (["--model", "tiny", "--val-data", "icons"], "tiny has none of its own"),
         (["--checkpoint", "RUN", "--config", "NO_DATA"], "--val-data or --zeroshot-data must be given"),
-        (["--checkpoint", "nowhere.pt"], r"there must be a file nowhere.pt"),
+        (["--checkpoint", "nowhere.pt"], r"must be a file, or a run's folder with checkpoints, got nowhere.pt"),
         (["--checkpoint", "RUN", "--batch-size", "8"], "--global-batch-size"),
-        (["--checkpoint", "RUN", "--model", "small"], "--checkpoint must fit --model small"),
-        (["--checkpoint", "EMPTY"], "a folder with checkpoints"),
+        (["--checkpoint", "RUN", "--model", "small"], "checkpoint: must fit --model: "),
+        (["--checkpoint", "EMPTY"], "a run's folder with checkpoints"),
     ],
 )
 def test_mistakes_are_named(run, tmp_path, words, message, capsys):

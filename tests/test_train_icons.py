@@ -47,7 +47,7 @@ def test_a_sample_is_a_small_grey_picture_with_the_name_as_caption(train):
     sample = train[index]
     assert sample.text == "account arrow left outline"
     assert (sample.image.mode, sample.image.size) == ("L", (32, 32))
-    assert sample.image_key == train.name(index)
+    assert sample.duplicate_key == train.name(index)
     assert not train.texts_only
     assert not train.has_negatives
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from megabatch import callers, cli
 from megabatch.train import checkpoint
+from megabatch.train.flops import flops_per_sample, peak_flops
 from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
 
@@ -428,3 +429,22 @@ def train_on_different_data(rank: int, group: object, folder: Path, shapes: str)
         raise SystemExit(
             cli.main(["train", "--train-data", "shapes.csv", *QUICK, "--logs", str(folder), "--name", "x"])
         )
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_work_of_a_sample_is_counted(locked):
+    towers = TinyTowers()
+    if locked:
+        towers.lock_image()
+    convolutions = 16 * 16 * 16 * 9 + 8 * 8 * 32 * 16 * 9 + 4 * 4 * 64 * 32 * 9
+    image, text = 2 * (convolutions + 64 * 4 * 4 * 128), 2 * (256 * 512 + 512 * 128)
+    assert flops_per_sample(towers, texts_only=False) == (1 if locked else 3) * image + 3 * text
+    assert flops_per_sample(towers, texts_only=True) == 6 * text
+
+
+def test_the_peak_is_that_of_the_data_sheet(monkeypatch):
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA GeForce RTX 4090": 165.2e12, "Some GPU": None}
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda"), "bf16") == peak
+    assert peak_flops(torch.device("cpu"), "bf16") is None

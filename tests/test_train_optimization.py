@@ -1,6 +1,7 @@
 """Parameter groups, schedule, precision."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 from megabatch.train.config import Optimization
 from megabatch.train.optimization import autocast, learning_rate, make_optimizer, make_scaler
+
+from .shims import import_torchvision
 
 
 def test_parameters_of_one_dimension_or_none_do_not_decay():
@@ -38,6 +41,18 @@ def test_the_learning_rate_rises_in_a_line_and_falls_in_half_a_cosine():
 def test_a_constant_schedule_stays_up():
     options = Optimization(lr=2.0, warmup=2, lr_scheduler="const")
     assert [learning_rate(step, options, 5) for step in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_a_cooldown_falls_as_open_clips_does():
+    import_torchvision()
+    from open_clip_train.scheduler import const_lr_cooldown
+
+    options = Optimization(lr=2.0, warmup=3, lr_scheduler="const-cooldown", epochs_cooldown=2)
+    options = replace(options, lr_cooldown_end=0.5, lr_cooldown_power=2.0)
+    parameters = [{"params": [nn.Parameter(torch.zeros(1))]}]
+    theirs = const_lr_cooldown(torch.optim.SGD(parameters, lr=2.0), 2.0, 3, 20, 8, 2.0, 0.5)
+    for step in range(20):
+        assert learning_rate(step, options, 20, steps_per_epoch=4) == pytest.approx(theirs(step), abs=1e-12)
 
 
 def test_warm_up_is_a_tenth_of_the_steps_unless_given():

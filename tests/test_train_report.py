@@ -46,7 +46,7 @@ class Screen(Console):
 
 
 def make(folder, *, terminal=False, **options):
-    settings = {"total_steps": 25, "first_step": 0, "tensorboard": False, "log_every": 10, "console": Screen(terminal)}
+    settings = {"total_steps": 25, "first_step": 0, "log_every": 10, "console": Screen(terminal)}
     return Report(folder, **{**settings, **options})
 
 
@@ -61,7 +61,7 @@ def nothing_left_behind():
     logger = logging.getLogger("megabatch")
     state = (list(logger.handlers), logger.level, logger.propagate, sys.stdout, sys.stderr)
     yield
-    assert set(threading.enumerate()) <= before
+    assert {thread for thread in threading.enumerate() if not thread.name.startswith("wandb")} <= before
     assert (list(logger.handlers), logger.level, logger.propagate, sys.stdout, sys.stderr) == state
 
 
@@ -153,6 +153,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then_and_at_the_end(tm
         for step in range(1, 26):
             report.step(step, VALUES)
     assert re.findall(r"\[(\d+)/25 \((\d+)%\)\]", screen.stream.getvalue()) == [
+        ("1", "4"),
         ("10", "40"),
         ("20", "80"),
         ("25", "100"),
@@ -161,7 +162,7 @@ def test_without_a_terminal_there_is_a_plain_line_now_and_then_and_at_the_end(tm
         r"\d{4}-\d\d-\d\d,\d\d:\d\d:\d\d \| INFO \| Train Epoch: 2 \[10/25 \(40%\)\] Data \(t\): 0\.012 "
         r"Batch \(t\): 0\.310 3303\.2/s LR: 0\.0005 Logit Scale: 14\.286 Grad Norm: 0\.512 Memory: 812 MiB "
         r"Accuracy: 0\.0123 Loss: 6\.9315",
-        screen.stream.getvalue().splitlines()[0],
+        screen.stream.getvalue().splitlines()[1],
     )
     assert (tmp_path / "out.log").read_text() == screen.stream.getvalue()
 
@@ -251,7 +252,7 @@ def test_with_a_bar_the_lines_of_steps_are_in_the_log_alone(tmp_path):
         for step in range(1, 26):
             report.step(step, VALUES)
     assert "Train Epoch" not in screen.text
-    assert len(lines(tmp_path / "out.log")) == 3
+    assert len(lines(tmp_path / "out.log")) == 4
 
 
 def test_what_is_said_stands_above_the_bar_in_one_piece(tmp_path):
@@ -352,7 +353,7 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_every_value_of_every_step(tmp_path):
-    with make(tmp_path, tensorboard=True) as report:
+    with make(tmp_path, report_to="tensorboard") as report:
         report.step(1, {"train/loss": 0.5, "train/lr": 0.25})
         report.step(2, {"train/loss": 0.125})
         report.validation(2, {"val/loss": 2.0})
@@ -365,15 +366,42 @@ def test_tensorboard_has_a_step_as_soon_as_it_is_done(tmp_path, monkeypatch):
     flushed = []
     flush = SummaryWriter.flush
     monkeypatch.setattr(SummaryWriter, "flush", lambda writer: (flush(writer), flushed.append(scalars(tmp_path))))
-    with make(tmp_path, tensorboard=True) as report:
+    with make(tmp_path, report_to="tensorboard") as report:
         report.step(1, {"train/loss": 0.5})
         assert flushed == [{"train/loss": [(1, 0.5)]}]
+
+
+def test_wandb_has_every_value_of_every_step(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logged = []
+    with make(tmp_path / "run", report_to="wandb,tensorboard", wandb_project="ours") as report:
+        assert (wandb.run.name, wandb.run.id, wandb.run.project) == ("run", "run", "ours")
+        original = wandb.run.log
+
+        def log(values, step):
+            logged.append((values, step))
+            original(values, step=step)
+
+        monkeypatch.setattr(wandb.run, "log", log)
+        report.step(1, {"train/loss": 0.5})
+        report.validation(1, {"val/loss": 0.25})
+    assert logged == [({"train/loss": 0.5}, 1), ({"val/loss": 0.25}, 1)]
+    assert wandb.run is None
+    assert scalars(tmp_path / "run")
+
+
+def test_without_its_package_wandb_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="--report-to wandb needs the package wandb: pip install wandb"):
+        make(tmp_path, report_to="wandb")
 
 
 def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):
     for first_step, value in ((0, 1.0), (2, 2.0)):
         time.sleep(1.1 if first_step else 0)  # names of its files, which order them, tell seconds
-        with make(tmp_path, tensorboard=True, first_step=first_step) as report:
+        with make(tmp_path, report_to="tensorboard", first_step=first_step) as report:
             for step in range(first_step + 1, 6 - first_step):
                 report.step(step, {"train/loss": value})
     assert scalars(tmp_path) == {"train/loss": [(1, 1.0), (2, 1.0), (3, 2.0)]}
@@ -385,7 +413,7 @@ def test_without_its_package_tensorboard_is_refused_and_nothing_stays_open(tmp_p
     with pytest.raises(
         ModuleNotFoundError, match=r"needs the package tensorboard: pip install 'megabatch\[train\]'"
     ) as e:
-        make(tmp_path, tensorboard=True)
+        make(tmp_path, report_to="tensorboard")
     assert e.value.name == "tensorboard"
 
 

@@ -8,7 +8,7 @@ import torch
 
 import megabatch as mb
 from megabatch.train.data.icons import Icons
-from megabatch.train.data.images import to_tensor
+from megabatch.train.preprocessing import to_tensor
 from megabatch.train.towers.text_bytes import ByteTokenizer
 from megabatch.train.towers.tiny import TinyTowers
 

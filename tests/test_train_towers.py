@@ -66,6 +66,13 @@ OPEN_CLIP: dict[str, dict[str, Any]] = {
 }
 
 
+# Sizes of the folders' images, as their processors have them.
+SIXTEEN: dict[str, dict[str, Any]] = {
+    "hf-clip": {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
+    "hf-siglip": {"size": {"height": 16, "width": 16}},
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small models: of open_clip by name, "megabatch-clip" for one, and folders "hf-clip" and "hf-siglip"."""
@@ -95,6 +102,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
         pixels = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3], "rescale_factor": 1 / 255}
+        pixels |= SIXTEEN[name]
         (place / name / "preprocessor_config.json").write_text(json.dumps(pixels))
     return place
 
@@ -124,6 +132,10 @@ def folder(models: Path, tmp_path: Path) -> Callable[[str], Path]:
     return copied
 
 
+def normalisation(towers: Towers) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return towers.preprocessing.mean, towers.preprocessing.std
+
+
 def name_of(kind: str, models: Path) -> str:
     if kind in ("tiny", "small"):
         return kind
@@ -133,7 +145,7 @@ def name_of(kind: str, models: Path) -> str:
 def batch(towers: Towers, rows: int = len(TEXTS)) -> tuple[Tensor, Tensor]:
     """uint8 images and tokens."""
     generator = torch.Generator().manual_seed(2)
-    shape = (rows, towers.channels, towers.image_size, towers.image_size)
+    shape = (rows, towers.preprocessing.channels, towers.preprocessing.size, towers.preprocessing.size)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator), towers.tokenizer(TEXTS[:rows])
 
 
@@ -285,7 +297,7 @@ def test_a_tokenizer_travels_and_gives_rows_of_one_length(kind: str, make: Calla
 def test_pixels_are_normalised_in_float32(kind: str, make: Callable[..., Towers]) -> None:
     towers = make(kind)
     images, _ = batch(towers)
-    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (towers.mean, towers.std))
+    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in normalisation(towers))
     wanted = (images.double() / 255 - mean) / std
     with torch.autocast("cpu", torch.bfloat16):
         got = towers.pixels(images)
@@ -426,8 +438,8 @@ def test_features_and_names_are_those_of_open_clip(kind: str, make: Callable[...
     pixels = towers.pixels(images)
     assert torch.equal(towers.encode_image(pixels), theirs.encode_image(pixels))
     assert torch.equal(towers.encode_text(tokens), theirs.encode_text(tokens))
-    assert (towers.mean, towers.std) == (theirs.visual.image_mean, theirs.visual.image_std)
-    assert not towers.squashes
+    assert normalisation(towers) == (theirs.visual.image_mean, theirs.visual.image_std)
+    assert towers.preprocessing.resize_mode == "shortest"
     assert towers.logit_scale is towers.model.logit_scale
 
 
@@ -455,7 +467,7 @@ def test_weights_without_a_bias_get_one_for_siglip(
 
 def test_open_clip_takes_images_of_other_sizes(make: Callable[..., Towers]) -> None:
     towers = make("clip", force_image_size=32)
-    assert towers.image_size == 32
+    assert towers.preprocessing.size == 32
     assert towers.encode_image(towers.pixels(batch(towers)[0])).shape == (6, 8)
     with pytest.raises(ValueError, match=r"--force-image-size: must be a multiple of 8, the patch of .*, got 20"):
         make("clip", force_image_size=20)
@@ -547,7 +559,7 @@ def test_features_are_those_of_transformers(kind: str, make: Callable[..., Tower
     image, text = towers.encode_image(pixels), towers.encode_text(tokens)
     torch.testing.assert_close(normalize(image, dim=1), both.image_embeds)
     torch.testing.assert_close(normalize(text, dim=1), both.text_embeds)
-    assert (towers.mean, towers.std) == ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+    assert normalisation(towers) == ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     assert towers.model.training
 
 
@@ -654,7 +666,7 @@ def test_pixels_are_normalised_by_the_folder(folder: Callable[[str], Path], capl
     file = place / "preprocessor_config.json"
     edit(place, file.name, lambda given: given.update(do_normalize=False))
     towers = HuggingFaceTowers(str(place))
-    assert (towers.mean, towers.std) == ((0.0,) * 3, (1.0,) * 3)
+    assert normalisation(towers) == ((0.0,) * 3, (1.0,) * 3)
     edit(place, file.name, lambda given: given.update(do_normalize=True, image_mean=[0.5]))
     with pytest.raises(ValueError, match="must have 3 numbers, as many as channels, got 1 and 3"):
         HuggingFaceTowers(str(place))
@@ -663,14 +675,18 @@ def test_pixels_are_normalised_by_the_folder(folder: Callable[[str], Path], capl
         HuggingFaceTowers(str(place))
 
     file.rename(place / "processor_config.json")
-    edit(place, "processor_config.json", lambda given: given.update(image_processor={"image_mean": [0.1, 0.2, 0.3]}))
+    edit(
+        place,
+        "processor_config.json",
+        lambda given: given.update(image_processor={"image_mean": [0.1, 0.2, 0.3], **SIXTEEN["hf-siglip"]}),
+    )
     towers = HuggingFaceTowers(str(place))
-    assert (towers.mean, towers.std) == ((0.1, 0.2, 0.3), (0.5,) * 3)
+    assert normalisation(towers) == ((0.1, 0.2, 0.3), (0.5,) * 3)
     assert "preprocessor_config" not in caplog.text
     (place / "processor_config.json").unlink()
     towers = HuggingFaceTowers(str(place))
-    assert (towers.mean, towers.std) == ((0.5,) * 3, (0.5,) * 3)
-    assert "has no preprocessor_config.json: pixels are normalised as usual for siglip" in caplog.text
+    assert normalisation(towers) == ((0.5,) * 3, (0.5,) * 3)
+    assert "has no preprocessor_config.json: images are prepared as usual for siglip" in caplog.text
 
 
 # ---- what does not go together
@@ -689,8 +705,8 @@ def test_weights_beside_a_model_exclude_others() -> None:
 
 @pytest.mark.parametrize("kind", ["tiny", "hf-clip", "hf-siglip"])
 def test_an_image_size_that_cannot_be_is_refused(kind: str, make: Callable[..., Towers]) -> None:
-    own = make(kind).image_size
-    assert make(kind, force_image_size=own).image_size == own
+    own = make(kind).preprocessing.size
+    assert make(kind, force_image_size=own).preprocessing.size == own
     with pytest.raises(ValueError, match=f"--force-image-size: must be {own} or left out, .* got 40"):
         make(kind, force_image_size=40)
 
@@ -707,16 +723,3 @@ def test_a_folder_of_hugging_face_trains_and_goes_on(models: Path, tmp_path: Pat
     assert losses(whole)[-1] < losses(whole)[0]
     train(tmp_path, *flags, "--steps", "2", name="parts")
     assert losses(train(tmp_path, "--resume", "latest", "--steps", "4", name="parts")) == losses(whole)
-
-
-def test_towers_say_how_images_become_squares(make: Callable[..., Towers], monkeypatch: pytest.MonkeyPatch) -> None:
-    import open_clip
-
-    assert (make("tiny").squashes, make("hf-clip").squashes, make("hf-siglip").squashes) == (False, False, True)
-    original = open_clip.create_model
-
-    def squashing(*args: Any, **options: Any) -> Any:
-        return original(*args, **options, force_preprocess_cfg={"resize_mode": "squash"})
-
-    monkeypatch.setattr(open_clip, "create_model", squashing)
-    assert make("clip").squashes

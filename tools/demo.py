@@ -271,7 +271,7 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=None)
     towers.model.load_state_dict(state["state_dict"])
     towers.eval()
-    source = open_held_out(config, towers.image_size)
+    source = open_held_out(config)
     assert source is not None
     with torch.no_grad():
         batch = make_prepare(towers, config, train=False)(source, [0] * len(source), range(len(source)))

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .backends.workspace import empty_cache
     from .caching.chunked import chunked
     from .functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, supcon_loss
+    from .loading import load
     from .modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from .retrieval import retrieval_ranks, similarity_topk
 
@@ -22,6 +23,7 @@ __all__ = [
     "clip_loss",
     "empty_cache",
     "info_nce_loss",
+    "load",
     "nt_xent_loss",
     "retrieval_ranks",
     "siglip_loss",
@@ -29,7 +31,7 @@ __all__ = [
     "supcon_loss",
 ]
 
-_MODULES = {"chunked": "caching.chunked", "empty_cache": "backends.workspace"}
+_MODULES = {"chunked": "caching.chunked", "empty_cache": "backends.workspace", "load": "loading"}
 _MODULES |= dict.fromkeys(("retrieval_ranks", "similarity_topk"), "retrieval")
 
 

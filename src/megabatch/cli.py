@@ -19,6 +19,7 @@ COMMANDS = {
     "check": ("megabatch.check.command", "is everything exact here, and how fast is it?"),
     "train": ("megabatch.train.command", "train two towers at any batch"),
     "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot figures of a checkpoint"),
+    "export": ("megabatch.train.export_command", "write a trained model for open_clip or transformers"),
     "bench": ("megabatch.bench.command", "measure it beside its peers on this machine"),
     "plan": ("megabatch.plan.command", "what batch fits which GPUs, and how long is a step? Predicted"),
 }

@@ -74,7 +74,8 @@ class Setting:
         """The same every time, in every process. A learning rate of 0 keeps it the same from step to step."""
         towers = towers_of(self.model).to(world.device, dtype)
         chance, letters = torch.Generator().manual_seed(SEED), random.Random(SEED)
-        shape = (self.rows, towers.channels, towers.image_size, towers.image_size)
+        pixels = towers.preprocessing
+        shape = (self.rows, pixels.channels, pixels.size, pixels.size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=chance)
         tokens = towers.tokenizer([letters.randbytes(CAPTION_BYTES).hex() for _ in range(self.rows)])
         share = slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)

@@ -142,6 +142,7 @@ def _report(trainer: Trainer, folder: Path, world: World) -> Report:
         folder,
         total_steps=trainer.total_steps,
         first_step=trainer.progress.step,
-        tensorboard=run.report_to == "tensorboard",
+        report_to=run.report_to,
+        wandb_project=run.wandb_project_name,
         log_every=run.log_every_n_steps,
     )

@@ -21,7 +21,9 @@ class Data:
     """Where samples come from."""
 
     train_data: str | None = _option(
-        None, "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, or icons"
+        None,
+        "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, COCO's captions as "
+        "JSON, or icons",
     )
     dataset_type: str = _option(
         "auto", "auto: by the file name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
@@ -40,6 +42,11 @@ class Data:
         above=0,
         at_most=1,
     )
+    min_decode_size: int | None = _option(
+        None,
+        "decode larger JPEGs at 1/2, 1/4 or 1/8, no side below this: faster, but other pixels than OpenCLIP's",
+        at_least=1,
+    )
     workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0)
 
     def __post_init__(self) -> None:
@@ -57,6 +64,9 @@ class Model:
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
     force_image_size: int | None = _option(None, "image size in pixels, if the model allows a choice", at_least=1)
     lock_image: bool = _option(False, "freeze the image tower (LiT)")
+    feature_cache: str | None = _option(
+        None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
+    )
     grad_checkpointing: bool = _option(False, "recompute activations in the backward pass")
     torchcompile: bool = _option(False, "compile the towers")
 
@@ -95,7 +105,13 @@ class Optimization:
     beta2: float = _option(0.98, "beta2 of AdamW", at_least=0, below=1)
     eps: float = _option(1e-6, "eps of AdamW", above=0)
     warmup: int | None = _option(None, "warm-up steps (default: a tenth of the run, at most 10000)", at_least=0)
-    lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const"))
+    lr_scheduler: str = _option("cosine", "after the warm-up", choices=("cosine", "const", "const-cooldown"))
+    epochs_cooldown: float | None = _option(None, "epochs at the end in which const-cooldown falls", above=0)
+    lr_cooldown_end: float = _option(0.0, "learning rate that it falls to", at_least=0)
+    lr_cooldown_power: float = _option(1.0, "of the polynomial that it falls by; 1: a straight line", above=0)
+    ema_decay: float | None = _option(
+        None, "keep an exponential moving average of the weights, such as 0.9999, and evaluate it", above=0, below=1
+    )
     precision: str = _option(
         "fp32",
         "amp: float16 by autocast, with a gradient scaler; amp_bf16: bfloat16 by autocast. Weights stay float32: "
@@ -120,10 +136,14 @@ class Evaluation:
     val_steps: int | None = _option(None, "evaluate every N steps, instead of --val-frequency", at_least=1)
     zeroshot_data: str | None = _option(None, "folder of images for zero-shot classification, one folder per class")
     classnames: str | None = _option(
-        None, "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names)"
+        None,
+        "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names); imagenet: "
+        "open_clip's names, for folders named by WordNet's id or by the number of the class",
     )
     templates: str | None = _option(
-        None, "file with a prompt per line, {} for the class name (default: a few photo prompts)"
+        None,
+        "file with a prompt per line, {} for the class name (default: a few photo prompts); imagenet: OpenAI's 80; "
+        "simple: the best 7 of them",
     )
 
 
@@ -138,8 +158,13 @@ class Run:
     save_frequency: int = _option(1, "save every N epochs; 0: only at the end", at_least=0)
     save_steps: int | None = _option(None, "save every N steps, instead of --save-frequency", at_least=1)
     keep: int = _option(3, "number of checkpoints to keep besides the best; 0: all", at_least=0)
-    report_to: str = _option("", "tensorboard, or nothing", choices=("", "tensorboard"))
-    log_every_n_steps: int = _option(10, "lines of out.log; metrics.jsonl has every step", at_least=1)
+    report_to: str = _option(
+        "",
+        "besides metrics.jsonl",
+        choices=("", "tensorboard", "wandb", "wandb,tensorboard", "tensorboard,wandb", "all"),
+    )
+    wandb_project_name: str = _option("megabatch", "project of --report-to wandb; its own settings are WANDB_…")
+    log_every_n_steps: int = _option(10, "lines of out.log besides the first; metrics.jsonl has every step", at_least=1)
     device: str = _option("auto", "auto: cuda if available")
 
 
@@ -296,6 +321,17 @@ def check(config: Config, *, training: bool = True) -> None:
         raise ValueError(
             f"--init-logit-scale must be at most --max-logit-scale, got {loss.init_logit_scale} and "
             f"{loss.max_logit_scale}."
+        )
+    if config.model.feature_cache is not None and (not config.model.lock_image or data.crop_scale < 1):
+        raise ValueError(
+            f"--feature-cache must come with --lock-image and --crop-scale 1, because features of a tower that is "
+            f"trained, and of random crops, are new each time, got --crop-scale {data.crop_scale}."
+        )
+    options = config.optimization
+    if (options.lr_scheduler == "const-cooldown") != (options.epochs_cooldown is not None):
+        raise ValueError(
+            f"--epochs-cooldown must come with --lr-scheduler const-cooldown, and the other way round, got "
+            f"{options.epochs_cooldown} and {options.lr_scheduler}."
         )
     for name in ("classnames", "templates"):
         value = getattr(evaluation, name)

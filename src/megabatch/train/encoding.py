@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import megabatch as mb
@@ -10,6 +11,7 @@ import megabatch as mb
 from .config import Config
 from .data.loader import Batch
 from .data.prepare import Prepare
+from .feature_cache import FeatureCache
 from .towers.towers import Towers
 
 
@@ -38,13 +40,39 @@ class Encoder(nn.Module):
 
     def forward(self, batch: Batch) -> Features:
         towers = self.towers
-        first = self.texts(batch.first) if self.texts_only else self.images(batch.first)
+        first = self.texts(batch.first) if self.texts_only else self._cached(batch)
         second = self.texts(batch.second)
         negatives = None if batch.negatives is None else self.texts(batch.negatives)
         return Features(first, second, negatives, towers.logit_scale.exp(), towers.logit_bias)
 
     def images(self, images: Tensor) -> Tensor:
+        if self.towers.image_is_locked:
+            return self._in_equal_chunks(images)
         return self._in_chunks(self.towers.encode_image, images, self.towers.pixels)
+
+    def _cached(self, batch: Batch) -> Tensor:
+        """Features of all images, of which a cache may have some."""
+        if batch.known is None or not batch.features:
+            return self.images(batch.first)
+        (known,) = batch.features
+        known = known.to(self.towers.logit_scale.device, non_blocking=True)
+        if not len(batch.first):
+            return known
+        features = known.new_empty(len(batch.ids), known.shape[1])
+        features[batch.known.to(known.device)] = known
+        features[~batch.known.to(known.device)] = self.images(batch.first)
+        return features
+
+    @torch.no_grad()
+    def _in_equal_chunks(self, images: Tensor) -> Tensor:
+        """The last is filled up, so that all are products of one shape: a feature does not depend on how many others
+        are encoded beside it."""
+        device, features = self.towers.logit_scale.device, []
+        for chunk in torch.split(images, self.chunk_size):
+            chunk = chunk.to(device, non_blocking=True)
+            filled = torch.cat([chunk, chunk.new_zeros(self.chunk_size - len(chunk), *chunk.shape[1:])])
+            features.append(self.towers.encode_image(self.towers.pixels(filled))[: len(chunk)])
+        return torch.cat(features)
 
     def texts(self, tokens: Tensor) -> Tensor:
         return self._in_chunks(self.towers.encode_text, tokens)
@@ -60,15 +88,15 @@ class Encoder(nn.Module):
         return features
 
 
-def make_prepare(towers: Towers, config: Config, *, train: bool) -> Prepare:
+def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureCache | None = None) -> Prepare:
     """Samples to what these towers take."""
     return Prepare(
         towers.tokenizer,
-        image_size=towers.image_size,
-        channels=towers.channels,
+        towers.preprocessing,
         crop_scale=config.data.crop_scale,
         seed=config.run.seed,
         duplicates=config.loss.duplicates,
         train=train,
-        squashes=towers.squashes,
+        min_decode_size=config.data.min_decode_size,
+        cache=cache,
     )

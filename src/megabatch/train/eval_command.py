@@ -2,12 +2,11 @@
 
 import argparse
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from ..distributed.world import joined
 from . import checkpoint
-from .checkpoint import Checkpoints
 from .command import device_of
 from .config import Config, Optimization, Run, from_mapping
 from .data.labelled import ImageFolder
@@ -15,7 +14,8 @@ from .data.source import Source
 from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
-from .towers import Towers, has_weights, make_towers
+from .loading import find_checkpoint, restored_towers
+from .towers import has_weights, make_towers
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
@@ -30,8 +30,10 @@ zero-shot classification, in linear memory. Settings are those of the checkpoint
 
 # Flags that evaluation has no use for.
 OF_TRAINING = {
-    *("train_data", "train_num_samples", "dataset_resampled", "train_data_upsampling_factors", "crop_scale"),
-    *("lock_image", "grad_checkpointing", "torchcompile", "init_logit_scale", "max_logit_scale", "dense_loss"),
+    *("train_data", "train_num_samples", "dataset_resampled", "train_data_upsampling_factors"),
+    *("crop_scale", "min_decode_size"),
+    *("lock_image", "feature_cache", "grad_checkpointing", "torchcompile", "init_logit_scale", "max_logit_scale"),
+    "dense_loss",
     *({each.name for each in fields(Optimization)} - {"chunk_size", "precision"}),
     *("val_frequency", "val_steps"),
     *({each.name for each in fields(Run)} - {"device"}),
@@ -51,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with usage_errors("eval"):
-        path = None if options.checkpoint is None else _file_of(options.checkpoint)
-        state = None if path is None else checkpoint.load(path)
+        state = None if options.checkpoint is None else checkpoint.load(find_checkpoint(options.checkpoint))
         base = None if state is None else from_mapping(state["megabatch"]["config"])
         config = read_config(given_flags(options), base=base, training=False)
         if state is None and not has_weights(config.model):
@@ -65,37 +66,16 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
-            towers = _towers(config, state)
-            held_out, classes = open_held_out(config, towers.image_size), open_classes(config, towers.image_size)
+            towers = (
+                make_towers(config.model, loss=config.loss.loss) if state is None else restored_towers(config, state)
+            )
+            held_out, classes = open_held_out(config), open_classes(config)
             if state is not None:
                 _refuse_untrained_images(state, config, held_out, classes)
             figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)
         if world.rank == 0:
             _show(figures, options.json)
     return 0
-
-
-def _file_of(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    best = folder / "best.pt"
-    found = best if best.exists() else Checkpoints(folder, keep=0).latest()
-    if found is None:
-        raise ValueError(f"--checkpoint must be a file or a folder with checkpoints, got {path}, which has none.")
-    return found
-
-
-def _towers(config: Config, state: checkpoint.State | None) -> Towers:
-    if state is not None:  # all weights are in there
-        config = replace(config, model=replace(config.model, pretrained=None, lock_image=False))
-    towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=None)
-    if state is not None:
-        try:
-            towers.model.load_state_dict(state["state_dict"])
-        except RuntimeError as error:
-            raise ValueError(f"--checkpoint must fit --model {config.model.model}: {error}") from error
-    return towers
 
 
 def _refuse_untrained_images(

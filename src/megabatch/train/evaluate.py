@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,37 +55,47 @@ def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Fi
     was_training = towers.training
     towers.eval()
     try:
-        features, ids, skipped = _encode(towers, source, config, world)
+        features, ids, text_ids, skipped = _encode(towers, source, config, world)
         rows = int(_total(torch.tensor(len(ids)), world))
         if rows == 0:
             raise NoSamples(f"--val-data must have samples, got {skipped} that were all skipped.")
         with autocast(world.device, config.optimization.precision):
-            loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features, ids)
+            loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features._replace(negatives=None), ids)
         first, second = ("query" if source.texts_only else "image"), "text"
         figures = {"val/loss": float(loss), "val/samples": rows, "val/skipped_samples": skipped}
-        alike = _alike(ids, world)
-        figures |= _retrieval(f"{first}_to_{second}", features.first, features.second, alike, world)
-        figures |= _retrieval(f"{second}_to_{first}", features.second, features.first, alike, world)
+        texts, owners = features.second, torch.arange(len(ids))
+        if features.negatives is not None:
+            texts, owners = torch.cat([texts, features.negatives]), torch.cat([owners, _rows_of(text_ids, ids)])
+            figures["val/captions"] = int(_total(torch.tensor(len(texts)), world))
+        best = _best(texts, features.first, owners)
+        forth, back = (ids, ids[owners]), (ids[owners], ids)
+        figures |= _retrieval(f"{first}_to_{second}", features.first, texts, best, forth, world)
+        figures |= _retrieval(f"{second}_to_{first}", texts, features.first, owners, back, world)
     finally:
         towers.train(was_training)
     recalls = [value for name, value in figures.items() if "_R@" in name]
     return figures | {"val/mean_recall": sum(recalls) / len(recalls)}
 
 
-def _encode(towers: Towers, source: Source, config: Config, world: World) -> tuple[Features, Tensor, int]:
-    """Features and ids of this rank's share of the source, and how many samples of all were skipped."""
+def _encode(towers: Towers, source: Source, config: Config, world: World) -> tuple[Features, Tensor, Tensor, int]:
+    """Of this rank's share of the source: features, where `negatives` are further captions of images, ids of rows and
+    of further captions; and how many samples of all were skipped."""
     encoder = Encoder(towers, config.optimization.chunk_size, texts_only=source.texts_only)
     prepare = make_prepare(towers, config, train=False)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    captions: list[tuple[Tensor, Tensor]] = []
     skipped = 0
     for batch in _in_order(source, prepare, config, world):
         with autocast(world.device, config.optimization.precision):
-            encoded = encoder(replace(batch, negatives=None))
+            encoded = encoder(replace(batch, negatives=None) if source.texts_only else batch)
         parts.append((encoded.first.float(), encoded.second.float(), batch.ids))
+        if encoded.negatives is not None and batch.negative_ids is not None:
+            captions.append((encoded.negatives.float(), batch.negative_ids))
         skipped += len(batch.bad)
     first, second, ids = (torch.cat(each) for each in zip(*parts, strict=True))
-    scale, bias = towers.logit_scale.exp(), towers.logit_bias
-    return Features(first, second, None, scale, bias), ids, int(_total(torch.tensor(skipped), world))
+    more, more_ids = (torch.cat(each) for each in zip(*captions, strict=True)) if captions else (None, ids[:0])
+    features = Features(first, second, more, towers.logit_scale.exp(), towers.logit_bias)
+    return features, ids, more_ids, int(_total(torch.tensor(skipped), world))
 
 
 def _in_order(source: Source, prepare: Prepare, config: Config, world: World) -> Iterator[Batch]:
@@ -105,17 +116,34 @@ def _in_order(source: Source, prepare: Prepare, config: Config, world: World) ->
     )
 
 
-def _alike(ids: Tensor, world: World) -> Tensor:
-    """How many others of all ranks' rows have the same id, for each row of this one."""
-    counts = Counter(each for part in world.gather(ids.tolist()) for each in part)
-    return torch.tensor([counts[each] - 1 for each in ids.tolist()], dtype=torch.int64)
+def _rows_of(some: Tensor, ids: Tensor) -> Tensor:
+    """The row of each of some ids."""
+    order = ids.argsort()
+    return order[torch.searchsorted(ids[order], some)]
 
 
-def _retrieval(name: str, query: Tensor, key: Tensor, alike: Tensor, world: World) -> Figures:
-    """Keys that score as the positive does may come before it or after it: half of them count, but for those of the
+def _best(texts: Tensor, images: Tensor, owners: Tensor) -> Tensor:
+    """The row of each image's caption that scores highest: the one whose rank is that of the image."""
+    owners = owners.to(images.device)
+    scores = (normalize(texts, dim=1) * images[owners]).sum(1)
+    highest = scores.new_full((len(images),), -math.inf).scatter_reduce(0, owners, scores, "amax")
+    rows = torch.arange(len(texts), device=images.device).masked_fill(scores < highest[owners], len(texts))
+    return rows.new_full((len(images),), len(texts)).scatter_reduce(0, owners, rows, "amin").cpu()
+
+
+def _retrieval(
+    name: str, query: Tensor, key: Tensor, positives: Tensor, ids: tuple[Tensor, Tensor], world: World
+) -> Figures:
+    """`positives` are rows of keys, `ids` those of queries and keys.
+
+    Keys that score as the positive does may come before it or after it: half of them count, but for those of the
     same id, which are as right. So towers that say the same of everything find nothing."""
-    above = mb.retrieval_ranks(query, key, normalize=True, group=world.group).cpu()
-    below = mb.retrieval_ranks(-query, key, normalize=True, group=world.group).cpu()
+    of_queries, of_keys = ids
+    counts = Counter(each for part in world.gather(of_keys.tolist()) for each in part)
+    alike = torch.tensor([counts[each] - 1 for each in of_queries.tolist()], dtype=torch.int64)
+    options: dict[str, Any] = {"positives": positives.to(key.device), "normalize": True, "group": world.group}
+    above = mb.retrieval_ranks(query, key, **options).cpu()
+    below = mb.retrieval_ranks(-query, key, **options).cpu()
     keys = int(_total(torch.tensor(len(key)), world))
     equal = keys - 1 - above - below
     mine = above + (equal - alike).clamp(min=0) // 2

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
 
@@ -34,6 +35,9 @@ from .data.source import Source
 from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
+from .feature_cache import FeatureCache
+from .flops import flops_per_sample, peak_flops
+from .loading import restore
 from .objective import Objective
 from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
 from .report import Report
@@ -79,9 +83,9 @@ class Trainer:
         self.towers: Towers = make_towers(
             config.model, loss=config.loss.loss, init_logit_scale=config.loss.init_logit_scale
         )
-        self.source: Source = open_train(config, self.towers.image_size)
-        self.held_out: Source | None = open_held_out(config, self.towers.image_size)
-        self.classes: ImageFolder | None = open_classes(config, self.towers.image_size)
+        self.source: Source = open_train(config)
+        self.held_out: Source | None = open_held_out(config)
+        self.classes: ImageFolder | None = open_classes(config)
 
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
@@ -95,6 +99,15 @@ class Trainer:
         self.parameters = [parameter for parameter in self.towers.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(self.towers.model.named_parameters(), options)
         self.scaler = make_scaler(world.device, options.precision)
+        self.average: AveragedModel | None = None
+        if options.ema_decay is not None:
+            averaging: Any = get_ema_multi_avg_fn  # which torch has not typed
+            self.average = AveragedModel(self.towers, multi_avg_fn=averaging(options.ema_decay))
+        self.cache: FeatureCache | None = None
+        if config.model.feature_cache is not None and not self.source.texts_only:
+            self.cache = FeatureCache.of(config.model.feature_cache, self.towers, options.precision)
+        self.flops = flops_per_sample(self.towers, texts_only=self.source.texts_only)
+        self.peak_flops = peak_flops(world.device, options.precision)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
@@ -156,7 +169,9 @@ class Trainer:
         return 0
 
     def _wrapped_encoder(self) -> nn.Module:
-        encoder = Encoder(self.towers, self.config.optimization.chunk_size, texts_only=self.source.texts_only)
+        options = self.config.optimization
+        rows = min(options.chunk_size, -(-options.global_batch_size // self.world.size))
+        encoder = Encoder(self.towers, rows, texts_only=self.source.texts_only)
         if self.config.model.torchcompile:
             for part in self.towers.compiled_parts():
                 part.compile()
@@ -167,7 +182,7 @@ class Trainer:
     def _batches(self) -> Iterator[Batch]:
         return batches(
             self.source,
-            make_prepare(self.towers, self.config, train=True),
+            make_prepare(self.towers, self.config, train=True, cache=self.cache),
             self.order,
             batch_size=self.config.optimization.global_batch_size,
             rank=self.world.rank,
@@ -196,7 +211,7 @@ class Trainer:
     def _step(self, encoder: nn.Module, batch: Batch, told: Told) -> Figures:
         """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
         options, step = self.config.optimization, self.progress.step
-        lr = learning_rate(step, options, self.total_steps)
+        lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
@@ -215,6 +230,8 @@ class Trainer:
         with autocast(self.world.device, options.precision):
             features = encoder(batch)
             loss, accuracy = self.objective(features, batch.ids, batch.negative_ids)
+        if self.cache is not None and batch.keys is not None and batch.known is not None:
+            self.cache.put(batch.keys[~batch.known], features.first[~batch.known.to(features.first.device)])
         torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -230,6 +247,8 @@ class Trainer:
             self.scaler.step(self.optimizer)
             with torch.no_grad():
                 self.towers.logit_scale.clamp_(0, math.log(self.config.loss.max_logit_scale))
+            if self.average is not None:
+                self.average.update_parameters(self.towers)
         else:
             for buffer, before in zip(self.running_statistics, statistics, strict=True):
                 buffer.copy_(before)
@@ -257,12 +276,15 @@ class Trainer:
         return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
 
     def _costs(self, told: Told, data_seconds: float, seconds: float) -> Figures:
+        flops = self.flops * told.rows / self.world.size / seconds
         return {
             "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
             "train/samples": self.progress.samples,
             "train/samples_per_second": told.rows / seconds,
             "train/data_seconds": data_seconds,
             "train/step_seconds": seconds,
+            "train/tflops_per_second": flops / 1e12,
+            **({} if self.peak_flops is None else {"train/mfu": flops / self.peak_flops}),
             "train/memory_mib": peak_mib(self.world.device),
             "train/skipped_samples": self.progress.skipped_samples,
             "train/nonfinite_steps": self.progress.nonfinite_steps,
@@ -287,6 +309,8 @@ class Trainer:
     def _evaluate_and_save(self, *, leaving: bool) -> None:
         """Where either is due. Who is asked to leave saves, and evaluates when the run goes on."""
         best = False
+        if self.cache is not None and (leaving or self._due(self.steps_per_epoch)):
+            self.cache.flush()
         if not leaving and self._due(self._val_steps) and self.progress.evaluated < self.progress.step:
             try:
                 best = self._evaluate()
@@ -304,7 +328,8 @@ class Trainer:
         if self.world.group is not None:  # each rank has its own, which depend on its rows
             for buffer in self.running_statistics:
                 dist.broadcast(buffer, 0, group=self.world.group)
-        figures = evaluate_all(self.towers, self.held_out, self.classes, self.config, self.world)
+        towers = self.towers if self.average is None else cast(Towers, self.average.module)
+        figures = evaluate_all(towers, self.held_out, self.classes, self.config, self.world)
         self.progress.evaluated = self.progress.step
         if not figures:
             return False
@@ -333,12 +358,15 @@ class Trainer:
                 "config": to_mapping(self.config),
                 "progress": asdict(self.progress),
                 "ranks": self.world.size,
+                "preprocessing": asdict(self.towers.preprocessing),
                 "texts_only": self.source.texts_only,
                 "figures": self.figures,
             },
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
+        if self.average is not None:
+            state["state_dict_ema"] = cast(Towers, self.average.module).model.state_dict()
         for_open_clip = isinstance(self.towers, OpenClipTowers)
         path = self.checkpoints.write(state, is_best=is_best, for_open_clip=for_open_clip)
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
@@ -355,12 +383,15 @@ class Trainer:
         # What is asked for counts, not what was: load_state_dict would put the old settings back.
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
-            self.towers.model.load_state_dict(state["state_dict"])
+            restore(self.towers, state, averaged=False)
             self.optimizer.load_state_dict(state["optimizer"])
             for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(asked)
             if self.scaler.is_enabled() and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
+            if self.average is not None:  # from here on, where the run had none
+                restore(cast(Towers, self.average.module), state)
+                self.average.n_averaged.fill_(1)
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
         self.progress = Progress(**kept["progress"])

@@ -30,11 +30,16 @@ def warmup_steps(options: Optimization, total_steps: int) -> int:
     return min(10_000, total_steps // 10) if options.warmup is None else options.warmup
 
 
-def learning_rate(step: int, options: Optimization, total_steps: int) -> float:
-    """Of step `step`, counted from 0: up in a straight line, then constant or down half a cosine."""
+def learning_rate(step: int, options: Optimization, total_steps: int, steps_per_epoch: int = 1) -> float:
+    """Of step `step`, counted from 0: up in a straight line, then down half a cosine, or constant, with or without a
+    fall at the end."""
     warmup = warmup_steps(options, total_steps)
     if step < warmup:
         return options.lr * (step + 1) / warmup
+    if options.lr_scheduler == "const-cooldown":
+        cooldown = round((options.epochs_cooldown or 0) * steps_per_epoch)
+        left: float = min(1.0, (total_steps - step) / max(1, cooldown)) ** options.lr_cooldown_power
+        return options.lr_cooldown_end + left * (options.lr - options.lr_cooldown_end)
     if options.lr_scheduler == "const":
         return options.lr
     done = (step - warmup) / max(1, total_steps - warmup)

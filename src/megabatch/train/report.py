@@ -5,7 +5,8 @@ flushed line by line, and cut back to the checkpoint when a run is resumed, so t
 Numbers are exact. JSON has none for nan and the infinities: they are the strings "nan", "inf" and "-inf", which
 Python's float() reads as it reads the numbers.
 
-Nothing here runs in a thread of its own but TensorBoard's writer: workers of a loader may be forked at any time.
+Nothing here runs in a thread of its own but TensorBoard's writer and wandb: workers of a loader may be forked at any
+time.
 """
 
 import json
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,6 +25,7 @@ from rich.text import Text
 
 from .checkpoint import atomically
 
+Recorder = Callable[[int, Mapping[str, float]], None]
 LOGGER = logging.getLogger("megabatch")
 SECONDS_BETWEEN_FRAMES = 0.1
 
@@ -31,6 +34,7 @@ _LINE = {
     "train/data_seconds": "Data (t): {:.3f}",
     "train/step_seconds": "Batch (t): {:.3f}",
     "train/samples_per_second": "{:.1f}/s",
+    "train/mfu": "MFU: {:.1%}",
     "train/lr": "LR: {:.6g}",
     "train/logit_scale": "Logit Scale: {:.3f}",
     "train/grad_norm": "Grad Norm: {:.4g}",
@@ -77,8 +81,9 @@ class Report:
         folder: Of the run.
         total_steps: Of the whole run.
         first_step: Steps done before; what metrics.jsonl has beyond is cut off.
-        tensorboard: Whether to write for it, into folder/tensorboard.
-        log_every: Steps between lines of the log; the last step has one too.
+        report_to: "tensorboard", into folder/tensorboard, "wandb", both with a comma between, or "all".
+        wandb_project: Of Weights & Biases.
+        log_every: Steps between lines of the log; the first and the last have one too.
         live: Whether to draw a bar. None: if there is a terminal to draw on.
         console: What to draw on; None: stderr.
     """
@@ -89,20 +94,23 @@ class Report:
         *,
         total_steps: int,
         first_step: int,
-        tensorboard: bool,
         log_every: int,
+        report_to: str = "",
+        wandb_project: str = "",
         live: bool | None = None,
         console: Console | None = None,
     ) -> None:
-        self.total_steps, self.log_every = total_steps, log_every
+        self.total_steps, self.first_step, self.log_every = total_steps, first_step, log_every
         self._bar: _Bar | None = None
-        self._add_scalars: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
+        self._recorders: list[Recorder] = []
         console = console or Console(stderr=True)
         live = console.is_interactive if live is None else live
         with ExitStack() as stack:  # what was opened is closed again should the rest fail
             folder.mkdir(parents=True, exist_ok=True)
-            if tensorboard:
-                self._add_scalars = _open_tensorboard(folder / "tensorboard", first_step, stack)
+            if report_to == "all" or "tensorboard" in report_to:
+                self._recorders.append(_open_tensorboard(folder / "tensorboard", first_step, stack))
+            if report_to == "all" or "wandb" in report_to:
+                self._recorders.append(_open_wandb(folder, wandb_project, stack))
             path = folder / "metrics.jsonl"
             unreadable = _cut(path, first_step)
             self._not_finite = folder / "nonfinite.jsonl"
@@ -127,7 +135,7 @@ class Report:
         self._record(step, values)
         if self._bar is not None:
             self._bar.show(step, values)
-        if step % self.log_every == 0 or step == self.total_steps:
+        if step % self.log_every == 0 or step in (self.first_step + 1, self.total_steps):
             # The bar shows the same.
             LOGGER.info(self._line(step, values), extra={"file_only": self._bar is not None})
 
@@ -167,7 +175,8 @@ class Report:
     def _record(self, step: int, values: Mapping[str, float]) -> None:
         self._metrics.write(_json(step, values))
         self._metrics.flush()
-        self._add_scalars(step, values)
+        for record in self._recorders:
+            record(step, values)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         epoch = f"Train Epoch: {values['train/epoch']:.0f} " if "train/epoch" in values else "Train "
@@ -179,29 +188,10 @@ class _Silent(Report):
     def __init__(self) -> None:
         pass
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
-
-    def replay(self, held: Sequence[logging.LogRecord]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    step = validation = not_finite = say = warn = replay = close = __exit__ = _nothing
 
 
 # ---- on the terminal
@@ -275,7 +265,24 @@ def _open_log(*handlers: logging.Handler) -> Callable[[], None]:
     return close
 
 
-def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Callable[[int, Mapping[str, float]], None]:
+def _open_wandb(folder: Path, project: str, stack: ExitStack) -> Recorder:
+    """A run of the same name goes on. What it has of a step already stays: a resumed run has the same values."""
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "--report-to wandb needs the package wandb: pip install wandb.", name=error.name
+        ) from error
+    run = wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
+    stack.callback(run.finish)
+
+    def add(step: int, values: Mapping[str, float]) -> None:
+        run.log(dict(values), step=step)
+
+    return add
+
+
+def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Recorder:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:

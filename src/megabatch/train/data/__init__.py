@@ -1,8 +1,8 @@
 """Where samples come from, which of them make step t, and how they become tensors.
 
 `source.py` says what a source is; `shards.py` (tars), `tables.py` (CSV), `pairs.py` (JSONL) and `icons.py` are sources,
-`labelled.py` has images with classes. `order.py` decides which samples make a step, `prepare.py` (with `images.py`)
-makes tensors of them, and `loader.py` does so ahead of time, in other processes.
+`labelled.py` has images with classes. `order.py` decides which samples make a step, `prepare.py` (with `images.py` and
+the towers' preprocessing) makes tensors of them, and `loader.py` does so ahead of time, in other processes.
 """
 
 import re
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..config import Data
 from .labelled import TEMPLATES as TEMPLATES
 from .labelled import ImageFolder as ImageFolder
-from .labelled import read_templates as read_templates
 from .loader import Batch as Batch
 from .loader import batches as batches
 from .order import Order as Order
@@ -26,62 +26,46 @@ from .source import Shard as Shard
 from .source import Source as Source
 from .tables import Table as Table
 
-KINDS = ("webdataset", "csv", "jsonl", "icons")
 
-
-def open_source(
-    what: str,
-    *,
-    kind: str = "auto",
-    resampled: bool = False,
-    factors: str | None = None,
-    separator: str = "\t",
-    image_key: str = "filepath",
-    caption_key: str = "title",
-    held_out: bool = False,
-    limit: int | None = None,
-    image_size: int | None = None,
-) -> Source:
+def open_source(what: str, options: Data | None = None, *, held_out: bool = False, limit: int | None = None) -> Source:
     """What `--train-data` or `--val-data` names.
 
     Args:
-        kind: `--dataset-type`; "auto" goes by the name.
-        held_out: The part of icons that is not trained on.
+        options: Of the command line; those of drawing shards are for what is trained on.
+        held_out: Not trained on: of icons, another part; of other data, the kind that its name says, if it says one.
         limit: Take the first so many samples.
-        image_size: Of the images that the tower takes: larger JPEGs are decoded at twice that size, if not at their
-            own. Default: always at their own.
     """
-    kind = _recognised(what) if kind == "auto" else kind
-    if kind not in KINDS:
-        raise ValueError(f"--dataset-type: must be auto or one of {', '.join(KINDS)}, got {kind!r}.")
-    if factors is not None and not resampled:
-        raise ValueError(
-            "--train-data-upsampling-factors: must come with --dataset-resampled, because otherwise each sample is met "
-            "once per pass."
-        )
+    options = options or Data()
+    kind = options.dataset_type
+    if kind == "auto" or (held_out and what != options.train_data):
+        kind = _recognised(what, kind)
+    resampled, factors = options.dataset_resampled and not held_out, options.train_data_upsampling_factors
     if resampled and kind != "webdataset":
         raise ValueError(f"--dataset-resampled: must come with tar shards, which it draws, got {what!r} ({kind}).")
-    at_least = None if image_size is None else 2 * image_size
     source: Source
     if kind == "icons":
         from .icons import Icons
 
         source = Icons(held_out=held_out)
     elif kind == "csv":
-        source = Table(what, separator=separator, image_key=image_key, caption_key=caption_key, at_least=at_least)
+        source = Table(
+            what,
+            separator=options.csv_separator,
+            image_key=options.csv_img_key,
+            caption_key=options.csv_caption_key,
+            per_image=held_out,
+        )
     elif kind == "jsonl":
         source = TextPairs(what)
     else:
-        source = Shards(what, factors=factors, at_least=at_least)
-    return source if limit is None else First(source, limit)
+        source = Shards(what, factors=factors if resampled else None)
+    return source if limit is None else Limited(source, limit)
 
 
-class First:
+class Limited:
     """The first samples of a source."""
 
     def __init__(self, source: Source, limit: int) -> None:
-        if limit < 1:
-            raise ValueError(f"First: limit must be at least 1, got {limit}.")
         self._source = source
         self._length = min(limit, len(source))
         self.texts_only, self.has_negatives = source.texts_only, source.has_negatives
@@ -102,21 +86,19 @@ class First:
         return [shard for shard in shards if shard.start < shard.stop]
 
 
-def kind_of(what: str) -> str | None:
-    """The kind of data that a name tells, or None."""
+def _recognised(what: str, kind: str) -> str:
+    """The kind of data that a name tells, or else `kind`, unless that is "auto"."""
     if what == "icons":
         return "icons"
     if re.search(r"\.tar|\.tgz|[{}]|::", what):
         return "webdataset"
     if what.endswith(".jsonl"):
         return "jsonl"
-    return "csv" if what.endswith((".csv", ".tsv")) else None
-
-
-def _recognised(what: str) -> str:
-    if kind := kind_of(what):
+    if what.endswith((".csv", ".tsv", ".json")):
+        return "csv"
+    if kind != "auto":
         return kind
     raise ValueError(
-        f"{what}: must be icons, or end in .csv, .tsv, .jsonl or .tar (braces for ranges, :: between sources), because "
-        f"--dataset-type is auto. If its name is right, say --dataset-type {' or '.join(KINDS)}."
+        f"{what}: must be icons, or end in .csv, .tsv, .json, .jsonl or .tar (braces for ranges, :: between sources), "
+        "because --dataset-type is auto. If its name is right, say --dataset-type webdataset, csv, jsonl or icons."
     )

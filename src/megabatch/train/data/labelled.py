@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .images import decode, image_key, read_file
+from ..towers.open_clip import import_open_clip
+from .images import content_key, read_file
 from .source import Sample, Shard
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
@@ -23,9 +24,10 @@ class ImageFolder:
 
     Args:
         classnames: A file with lines `folder<TAB>name` (folders that are not there are passed over), or with a name
-            per line in the folders' order. Default: the folders' names, with spaces for underscores.
-        templates: A file with prompts, one per line, with {} for the class name. Default: `TEMPLATES`.
-        at_least: See `images.decode`.
+            per line in the folders' order. "imagenet": open_clip's, of folders named by WordNet's id or by the number
+            of the class. Default: the folders' names, with spaces for underscores.
+        templates: A file with prompts, one per line, with {} for the class name; "imagenet" and "simple": open_clip's.
+            Default: `TEMPLATES`.
 
     Attributes:
         classnames: In the order of their numbers, which are the labels of samples.
@@ -40,10 +42,7 @@ class ImageFolder:
         folder: str | Path,
         classnames: str | Path | None = None,
         templates: str | Path | None = None,
-        *,
-        at_least: int | None = None,
     ) -> None:
-        self._at_least = at_least
         folders = sorted(
             path for path in _existing(Path(folder)).iterdir() if path.is_dir() and not path.name.startswith(".")
         )
@@ -56,9 +55,11 @@ class ImageFolder:
                 raise ValueError(f"--zeroshot-data {path}: must have images ({', '.join(SUFFIXES)}), has none.")
             self._images += [(image, number) for image in images]
         names = [path.name for path in folders]
-        self.classnames = (
-            [name.replace("_", " ") for name in names] if classnames is None else _read_names(Path(classnames), names)
-        )
+        if classnames is None:
+            self.classnames = [name.replace("_", " ") for name in names]
+        else:
+            imagenet = classnames == "imagenet"
+            self.classnames = _of_imagenet(names) if imagenet else _read_names(Path(classnames), names)
         self.templates = list(TEMPLATES) if templates is None else read_templates(templates)
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class ImageFolder:
     def __getitem__(self, index: int) -> Sample:
         path, number = self._images[index]
         data = read_file(path)
-        return Sample(self.classnames[number], image_key(data), decode(data, self._at_least), label=number)
+        return Sample(self.classnames[number], content_key(data), data, rgb_first=True, label=number)
 
     def name(self, index: int) -> str:
         return str(self._images[index][0])
@@ -77,8 +78,26 @@ class ImageFolder:
         return [Shard(0, len(self))]
 
 
+def _of_imagenet(folders: list[str]) -> list[str]:
+    names = import_open_clip().zero_shot_metadata.IMAGENET_CLASSNAMES
+    from timm.data import ImageNetInfo
+
+    numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
+    numbers |= {str(number): number for number in range(len(names))}
+    if unknown := [folder for folder in folders if folder not in numbers]:
+        raise ValueError(
+            "--classnames imagenet: folders must be named by ImageNet's ids, such as n01440764, or by the number of "
+            f"the class, got {unknown[0]!r}."
+        )
+    return [names[numbers[folder]] for folder in folders]
+
+
 def read_templates(path: str | Path) -> list[str]:
-    """Prompts, one per line, with {} for the class name."""
+    """Prompts, one per line, with {} for the class name; or open_clip's, by name."""
+    if path in ("imagenet", "simple"):
+        metadata = import_open_clip().zero_shot_metadata
+        makers = metadata.OPENAI_IMAGENET_TEMPLATES if path == "imagenet" else metadata.SIMPLE_IMAGENET_TEMPLATES
+        return [make("{}") for make in makers]
     lines = _lines(Path(path), "--templates")
     for number, line in lines:
         if line.count("{}") != 1:

@@ -30,7 +30,7 @@ _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM)
 class Batch(Piece):
     """A rank's part of a step. Bad samples are left out, so it may have fewer rows than planned, or none."""
 
-    step: int
+    step: int = 0
 
 
 def batches(
@@ -127,33 +127,43 @@ class _Assembly:
             return torch.empty(request.rows, *like.shape[1:], dtype=like.dtype, pin_memory=pin_memory)
 
         self._step, self._pin_memory = request.step, pin_memory
-        self._rows = 0
-        self._room = tuple(room(tensor) for tensor in (piece.first, piece.second, piece.ids))
+        self._rows = self._images = 0
+        self._first, *self._room = (room(tensor) for tensor in (piece.first, piece.second, piece.ids))
+        self._cached: list[tuple[Tensor, Tensor]] = []
+        self._features: list[Tensor] = []
         self._negatives: list[tuple[Tensor, Tensor]] = []
         self._bad: list[tuple[str, str]] = []
 
     def add(self, piece: Piece) -> None:
         stop = self._rows + len(piece.ids)
-        for room, tensor in zip(self._room, (piece.first, piece.second, piece.ids), strict=True):
+        last_image = self._images + len(piece.first)
+        second, ids = (room[self._rows : stop] for room in self._room)
+        rooms = (self._first[self._images : last_image], second, ids)
+        for room, tensor in zip(rooms, (piece.first, piece.second, piece.ids), strict=True):
             if room.shape[1:] != tensor.shape[1:]:
                 raise ValueError(
                     "tokenizer: must make all texts the same length, got "
                     f"{tuple(room.shape[1:])} and {tuple(tensor.shape[1:])}. Pad to the longest there can be."
                 )
-            room[self._rows : stop] = tensor
+            room[:] = tensor
         if piece.negatives is not None and piece.negative_ids is not None:
             self._negatives.append((piece.negatives.clone(), piece.negative_ids.clone()))
-        self._rows = stop
+        if piece.keys is not None and piece.known is not None:
+            self._cached.append((piece.keys.clone(), piece.known.clone()))
+            self._features += [features.clone() for features in piece.features]
+        self._rows, self._images = stop, last_image
         self._bad += piece.bad
 
     def batch(self) -> Batch:
-        first, second, ids = (room[: self._rows] for room in self._room)
+        second, ids = (room[: self._rows] for room in self._room)
         negatives, negative_ids = (
             (self._joined(list(each)) for each in zip(*self._negatives, strict=True))
             if self._negatives
             else (None, None)
         )
-        return Batch(first, second, ids, negatives, negative_ids, self._bad, self._step)
+        keys, known = (torch.cat(each) for each in zip(*self._cached, strict=True)) if self._cached else (None, None)
+        first, features = self._first[: self._images], [self._joined(self._features)] if self._features else []
+        return Batch(first, second, ids, negatives, negative_ids, self._bad, keys, known, features, step=self._step)
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
         joined = torch.cat(tensors)

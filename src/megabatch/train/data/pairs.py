@@ -45,7 +45,7 @@ class TextPairs:
     def __getitem__(self, index: int) -> Sample:
         offset, size, _ = self._places[index].tolist()
         query, positive, negatives = _parsed(self._open_files.read(self._path, offset, size), self.name(index))
-        return Sample(positive, image_key=query, query=query, negatives=tuple(negatives))
+        return Sample(positive, duplicate_key=query, query=query, negatives=tuple(negatives))
 
     def name(self, index: int) -> str:
         return f"{self._path}: line {int(self._places[index, 2])}"

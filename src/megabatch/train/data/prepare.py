@@ -1,15 +1,18 @@
 """Samples made tensors: the same tensors whoever makes them, and wherever."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from .images import center_crop, random_crop, squash, to_tensor
+from ..feature_cache import FeatureCache
+from ..preprocessing import Preprocessing
+from .images import content_key, decode
 from .source import BadSample, Sample, Source
 
 
@@ -21,9 +24,13 @@ class Piece:
         first: Images, uint8 `[n, channels, size, size]`, or tokens of queries.
         second: Tokens of captions or positives, `[n, length]`.
         ids: `[n]`: equal for rows that are not each other's negatives; labels, where samples have them.
-        negatives: Tokens of all rows' negatives, `[k, length]`; None where the source never has any.
-        negative_ids: `[k]`: equal to the id of a row with that text.
+        negatives: Tokens of all rows' negatives, or of their further captions, `[k, length]`; None where the source
+            never has any.
+        negative_ids: `[k]`: equal to the id of a row with that text; of a further caption, that of its row.
         bad: Name of each sample that was left out, and the reason.
+        keys: `[n, 2]`, of images in a cache of features; None where there is no cache.
+        known: `[n]`: whether the row's feature was found there. `first` has the images of all other rows.
+        features: Of the rows that are known.
     """
 
     first: Tensor
@@ -32,6 +39,9 @@ class Piece:
     negatives: Tensor | None
     negative_ids: Tensor | None
     bad: list[tuple[str, str]]
+    keys: Tensor | None = None
+    known: Tensor | None = None
+    features: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -40,58 +50,82 @@ class Prepare:
 
     Attributes:
         tokenizer: Texts to tokens `[n, length]`, of one length for all texts.
-        crop_scale: See `images.random_crop`. At 1 training takes the same part of an image as evaluation.
+        preprocessing: Images to pixels, of one size for all images.
+        crop_scale: See `Preprocessing`. At 1 training takes the same part of an image as evaluation.
         seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
-        squashes: How evaluation makes squares of images: by stretching, or by cutting.
+        min_decode_size: In training, see `images.decode`.
+        cache: Features of images that need not be prepared.
     """
 
     tokenizer: Callable[[Sequence[str]], Tensor]
-    image_size: int
-    channels: int
+    preprocessing: Preprocessing
     crop_scale: float
     seed: int
     duplicates: str
     train: bool
-    squashes: bool = False
+    min_decode_size: int | None = None
+    cache: FeatureCache | None = None
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
         images: list[Tensor] = []
+        features: list[Tensor] = []
+        keys: list[tuple[int, int]] = []
+        known: list[bool] = []
         samples: list[Sample] = []
         bad: list[tuple[str, str]] = []
         for number, index in zip(passes, indices, strict=True):
-            sample = _checked(source, index)
-            if isinstance(sample, BadSample):
-                bad.append((source.name(index), str(sample)))
+            try:
+                sample = source[index]
+                _check_texts(sample)
+                feature = None
+                if self.cache is not None:
+                    key = self.cache.key(_content_key(sample), sample.rgb_first)
+                    feature = self.cache.get(key)
+                if sample.image is not None and feature is None:
+                    images.append(self._pixels(sample, number, index))
+            except BadSample as reason:
+                bad.append((source.name(index), str(reason)))
                 continue
-            samples.append(replace(sample, image=None))  # its pixels are freed
-            if sample.image is not None:
-                images.append(self._pixels(sample.image, number, index))
+            samples.append(replace(sample, image=None))  # its content is freed
+            if self.cache is not None:
+                keys.append(key)
+                known.append(feature is not None)
+                features += [] if feature is None else [feature]
         queries = [sample.query for sample in samples if sample.query is not None]
         texts = [sample.text for sample in samples]
-        negatives = [negative for sample in samples for negative in sample.negatives]
+        negatives = [text for sample in samples for text in (*sample.negatives, *sample.captions)]
+        negative_ids = [_hash("text", text) for sample in samples for text in sample.negatives]
+        negative_ids += [self._id(sample) for sample in samples for _ in sample.captions]
         query_tokens, tokens, negative_tokens = self._tokens(queries, texts, negatives)
-        shape = (0, self.channels, self.image_size, self.image_size)
+        shape = (0, self.preprocessing.channels, self.preprocessing.size, self.preprocessing.size)
         pixels = torch.stack(images) if images else torch.zeros(shape, dtype=torch.uint8)
         return Piece(
             first=query_tokens if source.texts_only else pixels,
             second=tokens,
             ids=torch.tensor([self._id(sample) for sample in samples], dtype=torch.int64),
             negatives=negative_tokens if source.has_negatives else None,
-            negative_ids=torch.tensor([_hash("text", text) for text in negatives], dtype=torch.int64)
-            if source.has_negatives
-            else None,
+            negative_ids=torch.tensor(negative_ids, dtype=torch.int64) if source.has_negatives else None,
             bad=bad,
+            keys=None if self.cache is None else torch.tensor(keys, dtype=torch.int64).view(-1, 2),
+            known=None if self.cache is None else torch.tensor(known, dtype=torch.bool),
+            features=[torch.stack(features)] if features else [],
         )
 
-    def _pixels(self, image: Image.Image, number: int, index: int) -> Tensor:
-        if self.train and self.crop_scale < 1:
-            random = Random(f"{self.seed}/{number}/{index}")
-            return to_tensor(random_crop(image, self.image_size, self.crop_scale, random), self.channels)
-        cut = squash if self.squashes else center_crop
-        return to_tensor(cut(image, self.image_size), self.channels)
+    def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
+        image = sample.image
+        if isinstance(image, bytes):
+            image = decode(image, self.min_decode_size if self.train else None)
+        assert image is not None
+        random = Random(f"{self.seed}/{number}/{index}") if self.train and self.crop_scale < 1 else None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow's, of transparency that is dropped
+                return self.preprocessing(image, rgb_first=sample.rgb_first, crop_scale=self.crop_scale, random=random)
+        except (ValueError, OSError):
+            raise BadSample(f"image of mode {image.mode}, {image.width} x {image.height}, cannot be resized") from None
 
     def _tokens(self, *groups: list[str]) -> Sequence[Tensor]:
         """The tokens of each group, of one call of the tokenizer. It is never asked for nothing: some cannot."""
@@ -102,20 +136,18 @@ class Prepare:
     def _id(self, sample: Sample) -> int:
         if sample.label is not None:
             return sample.label
-        return _hash("image", sample.image_key) if self.duplicates == "image" else _hash("text", sample.text)
+        by_image = self.duplicates == "image" or sample.captions
+        return _hash("image", sample.duplicate_key) if by_image else _hash("text", sample.text)
 
 
-def _checked(source: Source, index: int) -> Sample | BadSample:
-    try:
-        sample = source[index]
-        _check_texts(sample)
-    except BadSample as bad:
-        return bad
-    return sample
+def _content_key(sample: Sample) -> str:
+    if isinstance(sample.image, Image.Image):  # drawn, and known to others by its name
+        return content_key(repr((sample.image.mode, sample.image.size)).encode() + sample.image.tobytes())
+    return sample.duplicate_key
 
 
 def _check_texts(sample: Sample) -> None:
-    texts = (sample.text, *sample.negatives) if sample.query is None else (sample.query, sample.text, *sample.negatives)
+    texts = [sample.text, *sample.captions, *sample.negatives] + ([] if sample.query is None else [sample.query])
     if not all(text.strip() for text in texts):
         raise BadSample("empty caption" if sample.query is None else "empty text")
     try:

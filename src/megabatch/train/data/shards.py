@@ -20,7 +20,7 @@ import torch
 from braceexpand import braceexpand
 from torch import Tensor
 
-from .images import decode, image_key
+from .images import content_key
 from .source import BadSample, OpenFiles, Sample, Shard, Strings
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
@@ -38,7 +38,6 @@ class Shards:
     Args:
         patterns: Paths of tar files, with braces for ranges, and `::` between sources.
         factors: How often a sample of each source is drawn, relative to others, with `::` between them.
-        at_least: See `images.decode`.
 
     Attributes:
         problems: What was left out when the shards were opened: reasons, and how often.
@@ -47,8 +46,7 @@ class Shards:
     texts_only = False
     has_negatives = False
 
-    def __init__(self, patterns: str, *, factors: str | None = None, at_least: int | None = None) -> None:
-        self._at_least = at_least
+    def __init__(self, patterns: str, *, factors: str | None = None) -> None:
         self._open_files = OpenFiles()
         self._paths, weights = _paths_and_weights(patterns, factors)
         with ThreadPoolExecutor(min(8, len(self._paths))) as threads:
@@ -72,7 +70,7 @@ class Shards:
         image_offset, image_size, text_offset, text_size, is_json = self._places[index].tolist()
         data = self._open_files.read(path, image_offset, image_size)
         caption = _caption(self._open_files.read(path, text_offset, text_size), bool(is_json))
-        return Sample(caption, image_key(data), decode(data, self._at_least))
+        return Sample(caption, content_key(data), data, rgb_first=True)
 
     def name(self, index: int) -> str:
         return f"{self._path(index)}: {self._keys[index]}"

@@ -21,14 +21,19 @@ class Sample:
 
     Attributes:
         text: The caption, or the positive.
-        image_key: What tells whether two samples show the same image, or ask the same query.
+        duplicate_key: What tells whether two samples show the same image, or ask the same query.
+        image: The content of its file, or an image that was drawn.
+        rgb_first: See `preprocessing.Preprocessing`.
+        captions: More captions of the image, for evaluation.
         negatives: Texts that do not belong with the query, though they may look as if they did.
         label: The number of the image's class, where it has one.
     """
 
     text: str
-    image_key: str
-    image: Image.Image | None = None
+    duplicate_key: str
+    image: bytes | Image.Image | None = None
+    rgb_first: bool = False
+    captions: tuple[str, ...] = ()
     query: str | None = None
     negatives: tuple[str, ...] = ()
     label: int | None = None

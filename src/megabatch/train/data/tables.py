@@ -1,11 +1,16 @@
-"""Tables of image files and captions: OpenCLIP's CSV and TSV files."""
+"""Tables of image files and captions: OpenCLIP's CSV and TSV files, and COCO's annotations."""
 
 import csv
 import difflib
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from .images import decode, image_key, read_file
+import torch
+
+from .images import content_key, read_file
 from .source import BadSample, Sample, Shard, Strings
 
 _LOOKED_AT = 1000  # rows, to find where relative paths start
@@ -16,14 +21,14 @@ class Table:
     """A file with a header line, a column of paths and a column of captions.
 
     Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
-    OpenCLIP's do: one or the other for the whole file.
+    OpenCLIP's do: one or the other for the whole file. A file whose name ends in .json is one of COCO's: "images" with
+    id and file_name, "annotations" with image_id and caption.
 
     Args:
-        at_least: See `images.decode`.
+        per_image: Rows that name the same file are one sample, with several captions. Otherwise each is a sample.
     """
 
     texts_only = False
-    has_negatives = False
 
     def __init__(
         self,
@@ -32,22 +37,22 @@ class Table:
         separator: str = "\t",
         image_key: str = "filepath",
         caption_key: str = "title",
-        at_least: int | None = None,
+        per_image: bool = False,
     ) -> None:
         self._path = Path(path)
-        self._at_least = at_least
-        separator = "\t" if separator == "\\t" else separator
-        if len(separator) != 1:
-            raise ValueError(f"--csv-separator: must be one character, got {separator!r}.")
-        files: list[str] = []
-        captions: list[str] = []
-        for file, caption in _rows(self._path, separator, image_key, caption_key):
-            files.append(file)
-            captions.append(caption)
+        is_coco = self._path.suffix == ".json"
+        rows = _coco_rows(self._path) if is_coco else _rows(self._path, separator, image_key, caption_key)
+        samples: dict[Any, list[str]] = {}
+        for number, (file, caption) in enumerate(rows):
+            samples.setdefault(file if per_image else (number, file), []).append(caption)
+        files = [key if per_image else key[1] for key in samples]
+        captions = [caption for group in samples.values() for caption in group]
         if not files:
             raise ValueError(f"{path}: must have rows below its header, has none.")
         self._folder = _folder(self._path, files)
         self._files, self._captions = Strings(files), Strings(captions)
+        self.has_negatives = len(captions) > len(files)  # further captions come where negatives do
+        self._starts = torch.tensor([0, *itertools.accumulate(map(len, samples.values()))])
 
     def __len__(self) -> int:
         return len(self._files)
@@ -56,7 +61,9 @@ class Table:
         if not self._files[index]:
             raise BadSample("no such file")
         data = read_file(self._folder / self._files[index])
-        return Sample(self._captions[index], image_key(data), decode(data, self._at_least))
+        start, stop = self._starts[index : index + 2].tolist()
+        first, *others = (self._captions[number] for number in range(start, stop))
+        return Sample(first, content_key(data), data, captions=tuple(others))
 
     def name(self, index: int) -> str:
         return str(self._folder / self._files[index])
@@ -64,6 +71,23 @@ class Table:
     @property
     def shards(self) -> Sequence[Shard]:
         return [Shard(0, len(self))]
+
+
+def _coco_rows(path: Path) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise ValueError(f"{path}: must be a file, and there is none.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {image["id"]: image["file_name"] for image in content["images"]}
+        rows = [(files[each["image_id"]], each["caption"]) for each in content["annotations"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: must be a file of COCO's captions, with images and annotations, got {type(error).__name__}: "
+            f"{error}."
+        ) from None
+    if not all(isinstance(text, str) for row in rows for text in row):
+        raise ValueError(f"{path}: must have texts as file_name and caption, has others.")
+    return iter(rows)
 
 
 def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Iterator[tuple[str, str]]:

@@ -84,10 +84,11 @@ def _refuse_pretrained(model: Model, reason: str) -> None:
 
 
 def _refuse_image_size(model: Model, towers: Towers) -> None:
-    if model.force_image_size not in (None, towers.image_size):
+    size = towers.preprocessing.size
+    if model.force_image_size not in (None, size):
         raise ValueError(
-            f"--force-image-size: must be {towers.image_size} or left out, because --model {model.model} takes no "
-            f"other, got {model.force_image_size}."
+            f"--force-image-size: must be {size} or left out, because --model {model.model} takes no other, got "
+            f"{model.force_image_size}."
         )
 
 

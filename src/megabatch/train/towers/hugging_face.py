@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..preprocessing import INTERPOLATIONS, Preprocessing
 from .towers import WrappedTowers
 
 # Each kind of model, and the mean and deviation of pixels that its family was trained with.
@@ -23,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class HuggingFaceTowers(WrappedTowers):
-    """The model, its tokenizer and the normalisation of its pixels, from one folder.
+    """The model, its tokenizer and its preprocessing, from one folder.
 
-    Without preprocessor_config.json (or processor_config.json) pixels are normalised as OpenAI's CLIP and Google's
-    SigLIP were trained, and a line of the log says so.
+    Without preprocessor_config.json (or processor_config.json) images are prepared as for OpenAI's CLIP and Google's
+    SigLIP, and a line of the log says so.
     """
 
     def __init__(self, folder: str) -> None:
@@ -39,9 +40,7 @@ class HuggingFaceTowers(WrappedTowers):
         self.tokenizer = FolderTokenizer(folder, text.max_position_embeddings, text.vocab_size)
         if kind == "clip":
             self.tokenizer.check_end(text.eos_token_id)
-        self.image_size, self.channels = vision.image_size, vision.num_channels
-        self.mean, self.std = _pixels(folder, kind, self.channels)
-        self.squashes = kind == "siglip"
+        self.preprocessing = _preprocessing(folder, kind, vision)
 
     def encode_image(self, images: Tensor) -> Tensor:
         return _features(self.clip.get_image_features(pixel_values=images))
@@ -49,6 +48,26 @@ class HuggingFaceTowers(WrappedTowers):
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Without a mask: CLIP's end mark sees nothing of the padding after it, and SigLIP is trained to see it."""
         return _features(self.clip.get_text_features(input_ids=tokens))
+
+    def export(self, folder: Path) -> None:
+        """For `from_pretrained(folder)` of model, tokenizer and image processor."""
+        done = self.preprocessing
+        edges = ("shortest_edge",) if done.resize_mode == "shortest" else ("height", "width")
+        processor = {
+            "image_processor_type": CLASSES[self.clip.config.model_type].replace("Model", "ImageProcessor"),
+            "do_convert_rgb": True,
+            "do_resize": done.resize_mode != "none",
+            "size": dict.fromkeys(edges, done.resize_to or done.size),
+            "resample": INTERPOLATIONS[done.interpolation],
+            "do_center_crop": True,
+            "crop_size": {"height": done.size, "width": done.size},
+            "image_mean": done.mean,
+            "image_std": done.std,
+        }
+        with _without_progress_bar():
+            self.clip.save_pretrained(folder)
+        cast(FolderTokenizer, self.tokenizer).tokenizer.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")
 
     def image_parts(self) -> list[nn.Module]:
         projection = getattr(self.clip, "visual_projection", None)
@@ -182,28 +201,62 @@ def _without_progress_bar() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _pixels(folder: str, kind: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of pixels between 0 and 1."""
+def _preprocessing(folder: str, kind: str, vision: Any) -> Preprocessing:
+    """As transformers' image processor reads its file; what is not in there has the default of its class."""
     given = _read(folder, "preprocessor_config.json") or _read(folder, "processor_config.json").get("image_processor")
+    channels, side = vision.num_channels, vision.image_size
+    (mean, std), is_clip = PIXELS[kind], kind == "clip"
+    usual: dict[str, Any] = {"image_mean": mean, "image_std": std, "resample": 3, "do_center_crop": is_clip}
+    usual |= {"size": {"shortest_edge": 224} if is_clip else {"height": 224, "width": 224}, "crop_size": 224}
     if not given:
         if channels != 3:
             raise ValueError(f"--model: {folder} must have a preprocessor_config.json, because its images are not RGB.")
-        _log.warning(
-            "--model: %s has no preprocessor_config.json: pixels are normalised as usual for %s.", folder, kind
-        )
-        return PIXELS[kind]
-    if not given.get("do_rescale", True) or not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255):
-        raise ValueError(f"--model: rescale_factor must be 1/255, got {given.get('rescale_factor')} in {folder}.")
+        _log.warning("--model: %s has no preprocessor_config.json: images are prepared as usual for %s.", folder, kind)
+        usual |= {"size": dict.fromkeys(usual["size"], side), "crop_size": side}
+        given = {}
+    given = usual | {key: value for key, value in given.items() if value is not None}
+    _refuse_other_steps(folder, given)
     if not given.get("do_normalize", True):
-        return (0.0,) * channels, (1.0,) * channels
-    usual = dict(zip(("image_mean", "image_std"), PIXELS[kind], strict=True))
-    mean, std = (tuple(given.get(name, usual[name])) for name in usual)
+        given |= {"image_mean": (0.0,) * channels, "image_std": (1.0,) * channels}
+    mean, std = tuple(given["image_mean"]), tuple(given["image_std"])
     if len(mean) != channels or len(std) != channels:
         raise ValueError(
             f"--model: image_mean and image_std must have {channels} numbers, as many as channels, got {len(mean)} and "
             f"{len(std)} in {folder}."
         )
-    return mean, std
+    size, crop = given["size"], given["crop_size"] if given["do_center_crop"] else given["size"]
+    mode, resize_to = "none", side
+    if given.get("do_resize", True):
+        mode = "shortest" if isinstance(size, int) or "shortest_edge" in size else "squash"
+        resize_to = _side(folder, "size", size)
+    if mode != "squash" and not given["do_center_crop"]:
+        raise ValueError(f"--model: do_center_crop must be true where size is that of one edge, got false in {folder}.")
+    if _side(folder, "crop_size" if given["do_center_crop"] else "size", crop) != side:
+        raise ValueError(f"--model: images must be prepared to the model's {side} pixels, got {crop} in {folder}.")
+    interpolation = {number: name for name, number in INTERPOLATIONS.items()}[given["resample"]]
+    return Preprocessing(side, mean, std, interpolation, mode, resize_to, convention="transformers")
+
+
+def _refuse_other_steps(folder: str, given: dict[str, Any]) -> None:
+    """Steps of image processors that no CLIP and no SigLIP has."""
+    if not given.get("do_rescale", True) or not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255):
+        raise ValueError(f"--model: rescale_factor must be 1/255, got {given.get('rescale_factor')} in {folder}.")
+    processor = given.get("image_processor_type") or given.get("feature_extractor_type") or "CLIPImageProcessor"
+    if not processor.startswith(("CLIP", "Siglip")) or given.get("do_pad"):
+        raise ValueError(
+            f"--model: the image processor must be CLIP's or SigLIP's and not pad, got {processor} in {folder}."
+        )
+
+
+def _side(folder: str, name: str, size: Any) -> int:
+    """Of {"shortest_edge": side}, {"height": side, "width": side} or a number."""
+    sides = {size} if isinstance(size, int) else set(size.values()) if isinstance(size, dict) else set()
+    known = isinstance(size, int) or set(size) in ({"shortest_edge"}, {"height", "width"})
+    if len(sides) != 1 or not known:
+        raise ValueError(
+            f"--model: {name} must be a square's height and width, or a shortest_edge, got {size} in {folder}."
+        )
+    return int(sides.pop())
 
 
 def _features(output: Any) -> Tensor:

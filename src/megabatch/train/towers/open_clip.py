@@ -1,6 +1,7 @@
 """Any model of open_clip by name. Its weights keep open_clip's names, so checkpoints go both ways."""
 
 import difflib
+import json
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..preprocessing import Preprocessing
 from .hugging_face import check_vocabulary
 from .towers import Tokenizer, WrappedTowers
 
@@ -25,8 +27,6 @@ class OpenClipTowers(WrappedTowers):
         force_image_size: Side of the images, where the model can take others than its own.
     """
 
-    channels = 3
-
     def __init__(
         self,
         name: str,
@@ -37,9 +37,10 @@ class OpenClipTowers(WrappedTowers):
         force_image_size: int | None = None,
     ) -> None:
         super().__init__()
-        open_clip = _import_open_clip()
+        open_clip = import_open_clip()
         _check_name(open_clip, name, pretrained)
         self.tokenizer = _tokenizer(open_clip, name)
+        self._config: dict[str, Any] = open_clip.get_model_config(name.replace("/", "-") if ":" not in name else name)
         options: dict[str, Any] = {"init_logit_scale": torch.tensor(init_logit_scale).log().item()}
         if init_logit_bias is not None:
             options["init_logit_bias"] = init_logit_bias
@@ -53,10 +54,8 @@ class OpenClipTowers(WrappedTowers):
         if not isinstance(self.clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
             raise ValueError(_not_two_towers(name, type(self.clip).__name__))
         self._check_tokenizer(name)
-        self._take_image_size(name, force_image_size)
-        preprocessing = self.clip.visual.preprocess_cfg
-        self.mean, self.std = tuple(preprocessing["mean"]), tuple(preprocessing["std"])
-        self.squashes = preprocessing.get("resize_mode") == "squash"
+        self._check_image_size(name, force_image_size)
+        self.preprocessing = _preprocessing(self.clip.visual.preprocess_cfg)
         if init_logit_bias and self.clip.logit_bias.eq(0).all():  # open_clip's, for weights that have none
             self.clip.logit_bias.data.fill_(init_logit_bias)
             _log.warning("--pretrained: the weights have no logit_bias: it starts at %s.", init_logit_bias)
@@ -70,12 +69,11 @@ class OpenClipTowers(WrappedTowers):
                 f"--model: {name!r} must know the {own} tokens of its tokenizer, got vocab_size {vocabulary}."
             )
 
-    def _take_image_size(self, name: str, forced: int | None) -> None:
+    def _check_image_size(self, name: str, forced: int | None) -> None:
         size = self.clip.visual.image_size
         height, width = (size, size) if isinstance(size, int) else size
         if height != width:
             raise ValueError(f"--model: images must be squares, got {name!r}, which takes {height} x {width}.")
-        self.image_size = height
         if forced is None:
             return
         patch, _ = getattr(self.clip.visual, "patch_size", (1, 1))
@@ -96,6 +94,23 @@ class OpenClipTowers(WrappedTowers):
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.clip.encode_text(tokens, normalize=False))
+
+    def export(self, folder: Path) -> None:
+        """For `open_clip.create_model_and_transforms("local-dir:folder")`."""
+        from safetensors.torch import save_file
+
+        preprocessing = self.preprocessing
+        self._config["vision_cfg"]["image_size"] = preprocessing.size
+        if self.logit_bias is not None:
+            self._config["init_logit_bias"] = self.logit_bias.item()
+        names = ("mean", "std", "interpolation", "resize_mode", "fill_color")
+        config = {"model_cfg": self._config, "preprocess_cfg": {name: getattr(preprocessing, name) for name in names}}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if (tokenizer := getattr(self.tokenizer, "tokenizer", None)) is not None:
+            tokenizer.save_pretrained(folder)
+        weights = {name: tensor.contiguous() for name, tensor in self.clip.state_dict().items()}
+        save_file(weights, folder / "open_clip_model.safetensors")
 
     def image_parts(self) -> list[nn.Module]:
         return [self.clip.visual]
@@ -122,12 +137,29 @@ class OpenClipTowers(WrappedTowers):
                 )
 
 
+def _preprocessing(options: dict[str, Any]) -> Preprocessing:
+    """As open_clip's image_transform reads it."""
+
+    def per_channel(value: Any) -> tuple[float, ...]:
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,) * 3
+
+    size = options["size"]
+    return Preprocessing(
+        size if isinstance(size, int) else size[0],
+        mean=per_channel(options["mean"]),
+        std=per_channel(options["std"]),
+        interpolation="bilinear" if options["interpolation"] == "bilinear" else "bicubic",  # "random" is for training
+        resize_mode=options["resize_mode"],
+        fill_color=options["fill_color"],
+    )
+
+
 def _said(error: Exception) -> str:
     """On one line, to be followed by a full stop."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
-def _import_open_clip() -> Any:
+def import_open_clip() -> Any:
     try:
         import open_clip
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch that is not its own

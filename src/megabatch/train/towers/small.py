@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..preprocessing import Preprocessing
 from .text_bytes import ByteTokenizer
 from .towers import BuiltInTowers
 
@@ -21,19 +22,16 @@ class SmallTowers(BuiltInTowers):
         image_size: A multiple of 8, the side of a patch. `None`: 64.
     """
 
-    channels = 3
-    mean = (0.5, 0.5, 0.5)
-    std = (0.5, 0.5, 0.5)
-
     def __init__(
         self, init_logit_scale: float, init_logit_bias: float | None = None, *, image_size: int | None = None
     ) -> None:
         super().__init__(init_logit_scale, init_logit_bias)
-        self.image_size = 64 if image_size is None else image_size
-        if self.image_size < PATCH or self.image_size % PATCH:
+        size = 64 if image_size is None else image_size
+        if size < PATCH or size % PATCH:
             raise ValueError(f"SmallTowers: image_size must be a multiple of {PATCH}, the patch, got {image_size}.")
         self.tokenizer = ByteTokenizer(BYTES)
-        self.image = ImageTransformer(self.image_size)
+        self.preprocessing = Preprocessing(size, mean=(0.5,) * 3, std=(0.5,) * 3)
+        self.image = ImageTransformer(size)
         self.text = TextTransformer()
 
     def checkpoint_activations(self) -> None:

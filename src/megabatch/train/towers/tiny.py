@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
+from ..preprocessing import Preprocessing
 from .text_bytes import ByteTokenizer
 from .towers import BuiltInTowers
 
@@ -18,7 +19,7 @@ class TinyTowers(BuiltInTowers):
 
     def __init__(self, init_logit_scale: float = 1 / 0.07, init_logit_bias: float | None = None) -> None:
         super().__init__(init_logit_scale, init_logit_bias)
-        self.image_size, self.channels, self.mean, self.std = 32, 1, (0.8,), (0.35,)
+        self.preprocessing = Preprocessing(32, mean=(0.8,), std=(0.35,))
         self.tokenizer = ByteTokenizer(64)
         self.image = _ConvNet()
         self.text = _NGrams()

@@ -1,13 +1,21 @@
 """What two towers are to the rest."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
+
+from ..preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Tokenizer = Callable[[Sequence[str]], Tensor]  # [n, length] integers; can be sent to other processes
 
@@ -16,24 +24,17 @@ class Towers(nn.Module, ABC):
     """An image and a text encoder with one space in common, and the scale (and bias) of its logits.
 
     Attributes:
-        image_size: Side of the images it takes, in pixels.
-        channels: 1 for grey images, 3 for RGB.
-        mean, std: Per channel, of pixels between 0 and 1.
-        squashes: Whether images that are no squares are to be made so by stretching, or else by cutting.
+        preprocessing: What is done to images before they are encoded.
         tokenizer: Texts to tokens.
         model: The module whose state is saved: this one, or the one of another library that it wraps.
     """
 
-    image_size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    squashes = False
+    preprocessing: Preprocessing
     tokenizer: Tokenizer
 
     def __init__(self) -> None:
         super().__init__()
-        self._image_locked = False
+        self.image_is_locked = False
         self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}  # no buffers: nothing to save
 
     @property
@@ -51,7 +52,7 @@ class Towers(nn.Module, ABC):
 
     @abstractmethod
     def encode_image(self, images: Tensor) -> Tensor:
-        """Features, not normalised, of float images `[n, channels, image_size, image_size]`."""
+        """Features, not normalised, of float images `[n, channels, size, size]`, as `preprocess` makes them."""
 
     @abstractmethod
     def encode_text(self, tokens: Tensor) -> Tensor:
@@ -69,27 +70,38 @@ class Towers(nn.Module, ABC):
     def checkpoint_activations(self) -> None:
         """Form activations again in the backward instead of keeping them. ValueError where the towers cannot."""
 
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Float `[channels, size, size]` of an image as Pillow opens it."""
+        return self.pixels(self.preprocessing(image))
+
     def pixels(self, images: Tensor) -> Tensor:
-        """Float images as encode_image takes them, of uint8 ones."""
+        """Float images as encode_image takes them, of uint8 ones: `(images / 255 - mean) / std`."""
         if images.dtype != torch.uint8:
             raise TypeError(f"pixels: images must be torch.uint8, from 0 to 255, got {images.dtype}.")
         if images.device not in self._normalisation:
-            mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (self.mean, self.std))
-            factor, shift = (each.float().to(images.device) for each in (1 / (255 * std), -mean / std))
-            self._normalisation[images.device] = factor, shift
-        factor, shift = self._normalisation[images.device]
-        return (images * factor).add_(shift)
+            mean, std = self.preprocessing.mean, self.preprocessing.std
+            mean_c11, std_c11 = (torch.tensor(each, device=images.device)[:, None, None] for each in (mean, std))
+            self._normalisation[images.device] = mean_c11, std_c11
+        mean_c11, std_c11 = self._normalisation[images.device]
+        return images.float().div_(255).sub_(mean_c11).div_(std_c11)
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that the library of the model loads. ValueError where it is of none."""
+        raise ValueError(
+            "export: the model must be one of open_clip or from a Hugging Face folder, got one of megabatch's own. "
+            "megabatch.load has it in Python."
+        )
 
     def lock_image(self) -> None:
         """LiT: the image tower stays as it is, its projection and the statistics of its norms included."""
-        self._image_locked = True
+        self.image_is_locked = True
         for part in self.image_parts():
             part.requires_grad_(False)
             part.eval()
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        if self._image_locked:
+        if self.image_is_locked:
             for part in self.image_parts():
                 part.eval()
         return self

@@ -1,0 +1,51 @@
+"""Towers of a checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import checkpoint
+from .checkpoint import Checkpoints
+from .config import Config, from_mapping
+from .preprocessing import Preprocessing
+from .towers import Towers, make_towers
+
+
+def load_towers(path: Path, device: torch.device) -> Towers:
+    """See `megabatch.load`."""
+    state = checkpoint.load(find_checkpoint(path))
+    return restored_towers(from_mapping(state["megabatch"]["config"]), state).to(device).eval()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` is, or that the run in this folder has: its best, or else its latest."""
+    if path.is_file():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    best = folder / "best.pt"
+    found = best if best.exists() else Checkpoints(folder, keep=0).latest()
+    if found is None:
+        got = "which has none" if path.is_dir() else "which is not there"
+        raise ValueError(f"checkpoint: must be a file, or a run's folder with checkpoints, got {path}, {got}.")
+    return found
+
+
+def restored_towers(config: Config, state: checkpoint.State) -> Towers:
+    """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
+    model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
+    towers = make_towers(model, loss=config.loss.loss)
+    restore(towers, state)
+    return towers
+
+
+def restore(towers: Towers, state: checkpoint.State, *, averaged: bool = True) -> None:
+    """Weights, where `averaged` their moving average if there is one, and preprocessing. Images have the size that the
+    towers take now."""
+    weights = state["state_dict_ema"] if averaged and "state_dict_ema" in state else state["state_dict"]
+    try:
+        towers.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint: must fit --model: {error}") from error
+    saved = Preprocessing.from_mapping(state["megabatch"]["preprocessing"])
+    towers.preprocessing = replace(saved, size=towers.preprocessing.size)
