@@ -6,6 +6,7 @@ import sys
 import types
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -86,14 +87,16 @@ def test_a_command_need_not_refuse_anything_by_name(command, capsys):
     assert refused(capsys, "--size", "3").startswith("megabatch try: error: --size is not known.")
 
 
-def test_help_imports_no_torch():
-    """So it answers at once. Run apart, for this process has imported it."""
-    code = "import sys\nfrom megabatch import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-    code += "print('torch' in sys.modules)"
+@pytest.mark.parametrize("program", [["-m", "megabatch"], [str(Path(sys.executable).with_name("megabatch"))]], ids=str)
+def test_help_imports_no_torch(program):
+    """So it answers at once."""
     for words in (["--help"], ["--version"], ["bench"], ["bench", "--help"]):
-        said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
-        assert said.splitlines()[-1] == "False", words
-        assert len(said.splitlines()) > 1
+        command = [sys.executable, "-Ximporttime", *program, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "megabatch.cli" in imported
+        assert "torch" not in imported, words
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

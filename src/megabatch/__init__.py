@@ -1,6 +1,8 @@
 """Contrastive learning at any batch size: exact losses in linear memory."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ _MODULES |= dict.fromkeys(("retrieval_ranks", "similarity_topk"), "retrieval")
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used, so that `megabatch --help` need not import torch."""
+    """Imports a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULES.get(name, "functional" if name.endswith("_loss") else "modules")
@@ -46,3 +48,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# The command line imports what it uses, so that `megabatch --help` need not import torch. Programs import all of it
+# here: see distributed/ranks.py for why that must be before there is a process group.
+if not any(Path(word).stem == "megabatch" for word in sys.orig_argv[1:4]):
+    for _name in __all__:
+        __getattr__(_name)

@@ -11,11 +11,9 @@ from .loading import load_towers
 DESCRIPTION = """\
 Writes a trained model as a folder that the library it comes from loads: weights as safetensors, configuration,
 preprocessing, tokenizer.
-
     megabatch export logs/first exported
     open_clip.create_model_and_transforms("local-dir:exported")      # a model of open_clip
     transformers.AutoModel.from_pretrained("exported")               # one from a Hugging Face folder
-
 Both are a --model of train and eval again. tiny and small belong to no other library: megabatch.load has them.
 """
 
