@@ -31,7 +31,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--precision", "bf16"], ["--model", "small"]], ids=str)
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--precision", "amp_bf16"], ["--model", "small"]], ids=str)
 def test_a_cache_changes_no_bit(shapes: str, tmp_path: Path, flags: list[str]) -> None:
     words = ["--train-data", shapes, *FLAGS, *flags]
     plain = train(tmp_path, *words, name="plain")
@@ -73,7 +73,7 @@ def test_a_changed_image_is_another_image(shapes: str, tmp_path: Path) -> None:
 def test_other_weights_preprocessing_or_precision_have_other_features(tmp_path: Path) -> None:
     torch.manual_seed(0)
     towers = make_towers(Model(lock_image=True), loss="clip")
-    folders = {FeatureCache.of(tmp_path, towers, "fp32").folder, FeatureCache.of(tmp_path, towers, "bf16").folder}
+    folders = {FeatureCache.of(tmp_path, towers, "fp32").folder, FeatureCache.of(tmp_path, towers, "amp_bf16").folder}
     towers.logit_scale.data.add_(1)  # is no part of the image tower
     assert FeatureCache.of(tmp_path, towers, "fp32").folder in folders
     assert isinstance(towers, TinyTowers)
