@@ -77,7 +77,8 @@ class HuggingFaceTowers(WrappedTowers):
         return [self.clip.vision_model, self.clip.text_model]
 
     def checkpoint_activations(self) -> None:
-        self.clip.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        newer = getattr(self.clip, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+        (newer or self.clip.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 class FolderTokenizer:
