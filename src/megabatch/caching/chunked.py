@@ -6,21 +6,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler along with us
 from torch.nn.parallel import DistributedDataParallel
 
 from ..callers import warn_once
-from . import ddp, shards
-from .arguments import Counts, Transform
-from .batch import Batch
-from .modules import is_compiled, modules_of, parameters_of, uncompiled
-from .nested import Name
-from .outputs import Gathered, selected
-from .replay import Call
-from .shards import Shards
-from .state import Buffers
-from .tokens import cut_by_tokens
+from .batch import Batch, Counts, Transform
+from .containers import Name
+from .outputs import selected
+from .replay import Call, in_float32
+from .shards import ShardedCall, Shards, agree_on_chunks
+from .state import State
+from .wrappers import check_wrapper, is_compiled, modules_of, unwrapped, within_forward
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -86,64 +83,46 @@ def chunked(
     options = {"select": select, "whole": whole, "split": split, "transform": transform, "device": device}
     options |= {"chunk_size": chunk_size, "chunk_tokens": chunk_tokens, "module": module, "pad_last": pad_last}
     given = [name for name, value in options.items() if value is not None and value != ()]
-    inner, module = ddp.unwrapped(encoder, module)
-    modules = modules_of(inner, module)
-    sharded = Shards(modules)
+    is_named, (inner, module) = module is not None, unwrapped(encoder, module)
+    ddp = module if isinstance(module, DistributedDataParallel) else None
+    roots = [*modules_of(inner), *modules_of(module if ddp is None else ddp.module)]
+    modules = list(dict.fromkeys(each for root in roots for each in root.modules()))
+    shards = Shards(modules)
 
-    def plan() -> tuple[Batch, list[tuple[int, int]], list[int] | None]:
+    def plan() -> Batch:
         names = _positional_names(inner, len(args), given)
         counts = split if isinstance(split, Mapping) else dict.fromkeys(_several(split))
         batch = Batch(args, kwargs, names, _several(whole), counts, transform)
         _check_sizes(chunk_size, chunk_tokens)
-        if chunk_tokens is not None:
-            return batch, *cut_by_tokens(batch, chunk_tokens)
-        assert chunk_size is not None
-        if pad_last or (pad_last is None and is_compiled(inner, modules)):
-            batch.pad_to = chunk_size if batch.can_be_padded(pad_last) else 0
-        bounds = [(start, min(start + chunk_size, batch.rows)) for start in range(0, max(batch.rows, 1), chunk_size)]
-        return batch, bounds, None
+        if chunk_size is not None:
+            batch.cut(
+                chunk_size, is_compiled(inner, modules) if pad_last is None else pad_last, required=bool(pad_last)
+            )
+        elif chunk_tokens is not None:
+            batch.cut_by_tokens(chunk_tokens)
+        return batch
 
-    (batch, bounds, order), sharded.spare = _planned(modules, sharded, plan)
-    place = _device_of(modules) if device is None else torch.device(device)
-    buffers = Buffers(modules, copied=torch.is_grad_enabled())
-    encode = lambda *args, **kwargs: selected(inner(*args, **kwargs), select)  # noqa: E731
-    call = Call(encode, batch, bounds, place, _devices(modules, batch, place), buffers, sharded)
-    gathered = Gathered(batch.rows, bounds, batch.pad_to)
-    ddp.check_calls(inner, modules, module, call)
+    batch, num_chunks = agree_on_chunks(plan, shards, modules)
+    if not shards:
+        check_wrapper(inner, modules, module)
+    parameters = [parameter for each in modules for parameter in each.parameters(recurse=False)]
+    devices = {parameter.device for parameter in parameters}
+    place = torch.device(device) if device is not None else devices.pop() if len(devices) == 1 else None
+    state = State([*([] if place is None else [place]), *batch.devices(), *devices], modules)
 
-    def run() -> tuple[Tensor, ...]:
-        attached = call.forward(gathered)
-        gathered.settle(shards.agreed(gathered.kinds, sharded.groups, gathered.difference, shards.known_kinds))
-        if len(bounds) > 1:
-            _warn_of_batch_norm(modules, buffers.written)
-        outputs = tuple(output.release() for output in gathered.outputs)
-        if not any(call.wanted):
-            return outputs
-        ddp.check_seen(modules, call)
-        return call.connect(outputs, attached, gathered, parameters_of(modules))  # type: ignore[no-any-return]
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        return selected(widened(*args, **kwargs), select)
 
-    wrapped = isinstance(module, DistributedDataParallel) and torch.is_grad_enabled()
-    outputs = ddp.within_forward(module, run, call) if wrapped else run()  # type: ignore[arg-type]
-    return gathered.structure(outputs, order)
-
-
-def _planned(modules: Sequence[nn.Module], sharded: Shards, plan: Callable[[], Any]) -> tuple[Any, int]:
-    """The plan, and how many chunks are to be added to it for the sake of other ranks.
-
-    What is wrong with the arguments on one rank is raised on all that would wait for it.
-    """
-    error: Exception | None = None
-    planned: Any = (None, [], None)
-    try:
-        planned = plan()
-    except (ValueError, TypeError) as refusal:
-        error = refusal
-    try:
-        own = len(planned[1])
-        shards.check_same_chunks(own, modules, error)
-        return planned, shards.agreed(own, sharded.groups, error, max) - own
-    finally:
-        error = None  # as in `agreed`
+    widened = inner if shards else in_float32(inner, roots)
+    if shards:
+        call: Call = ShardedCall(encode, batch, place, state, parameters, shards, num_chunks - len(batch.sizes))
+    else:
+        call = Call(encode, batch, place, state, parameters)
+    wrapped = ddp is not None and torch.is_grad_enabled()
+    result = within_forward(ddp, call.forward, is_named) if wrapped else call.forward()  # type: ignore[arg-type]
+    if len(batch.sizes) > 1:
+        _warn_of_batch_norm(modules, state.written())
+    return result
 
 
 def _several(names: Name | Sequence[Name]) -> Sequence[Name]:
@@ -170,7 +149,7 @@ def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[st
         raise TypeError(
             f"chunked: encoder must be callable, got {type(encoder).__name__}. Pass a module or a function."
         )
-    target = uncompiled(encoder)
+    target = getattr(encoder, "_orig_mod", encoder)
     bound = set(target.keywords) if isinstance(target, partial) else set()
     try:
         parameters = inspect.signature(target.forward if isinstance(target, nn.Module) else target).parameters.values()
@@ -185,17 +164,6 @@ def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[st
                 f"Bind the encoder's first: functools.partial(encoder, {option}=...)."
             )
     return named[:count]
-
-
-def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
-    devices = {parameter.device for parameter in parameters_of(modules)}
-    return devices.pop() if len(devices) == 1 else None
-
-
-def _devices(modules: Sequence[nn.Module], batch: Batch, place: torch.device | None) -> list[torch.device]:
-    tensors = [*batch.tensors(), *parameters_of(modules), *(b for m in modules for b in m.buffers(recurse=False))]
-    devices = {tensor.device for tensor in tensors} | ({place} if place is not None else set())
-    return sorted(devices, key=str)
 
 
 def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Module]) -> None:
