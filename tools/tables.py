@@ -90,9 +90,9 @@ def _heading(case: Row) -> str:
 
 def _by_size(cases: list[Row]) -> str:
     """A row for each contender, a column for each size, and columns for what does not change with the size."""
-    everybody = [row for case in cases for row in case["contenders"]]
-    absent = {row["name"] for row in everybody if row.get("status") == "not installed"}
-    titles = {row["name"]: row.get("title") or row["name"] for row in everybody if row["name"] not in absent}
+    everyone = [row for case in cases for row in case["contenders"]]
+    absent = {row["name"] for row in everyone if row.get("status") == "not installed"}
+    titles = {row["name"]: row.get("title") or row["name"] for row in everyone if row["name"] not in absent}
     sizes = list(dict.fromkeys(map(_size, cases)))
     cells = {(row["name"], _size(case)): row for case in cases for row in case["contenders"]}
     more = {title: cell for title, cell in COLUMNS.items() if any(cell(row) for row in cells.values())}

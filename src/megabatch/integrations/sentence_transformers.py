@@ -150,7 +150,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         """While losses are computed from the embeddings of these columns."""
         try:
             self._hashes = [self._hash(column) for column in columns] if self.mask_duplicates else None
-        except ValueError as error:  # to be raised where all ranks meet
+        except ValueError as error:  # raised after the ranks' handshake
             self._hashes = error
         try:
             yield
