@@ -30,11 +30,10 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # Name: the command that measures it, without `megabatch bench` and --json.
 COMMANDS = {
     "loss": "loss --losses clip --rows 256 1024 2048 4096 8192 16384",
-    "peers": "peers --rows 4096",
-    "paper": "paper --tables contest --rows 2048 8192 --ranks 2",
-    "paper-largest": "paper --tables largest products --limit 64MiB",
-    "ring": "ring --rows 16384 --ranks 2",
-    "step": "step",
+    "peers": "peers --rows 4096 --losses siglip info_nce nt_xent supcon",
+    "paper": "paper --tables largest products --limit 64MiB",
+    "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone open_clip",
+    "step": "step --rows 1024 4096 16384",
     "chunked": "chunked --rows 512 --chunk 64",
     "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0 --contenders megabatch plain",
     "gradients": "gradients",
@@ -123,7 +122,7 @@ def _share(row: Row) -> str:
     return f"{parts['loss'] / sum(parts.values()):.0%}" if "loss" in parts else ""
 
 
-# Of the largest size.
+# Columns for the largest size.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "error": lambda row: report.small(row["error"]) if row.get("error") is not None else "",
     "MiB sent": lambda row: report.mebibytes(row["sent_bytes"]) if row.get("sent_bytes") else "",
@@ -148,7 +147,7 @@ def _gradient_cells(row: Row) -> tuple[str, ...]:
         return which, "", "", "", "", row["status"].partition(":")[0]
     scale = [f"{row[key]:.3f}" for key in ("scale", "bias") if row[key] is not None]
     figures = (f"{row['gradient']:.3f}", f"{row['cosine']:.3f}", ", ".join(dict.fromkeys(scale)))
-    return which, *figures, row["value"], row["uneven"].partition(":")[0]
+    return which, *figures, row["value"], row["uneven"].partition(":")[0].partition(" by ")[0]
 
 
 # ---- pages
