@@ -292,6 +292,45 @@ def test_a_picture_can_be_read_on_any_background_and_by_a_screen_reader(picture:
     assert {element.tag.removeprefix(svg) for element in root.iter()}.isdisjoint({"script", "image", "foreignObject"})
 
 
+# What readers stumbled over, and what to write instead.
+PRIVATE_ENGLISH = {
+    "goes on to the bit": "resumes bit-exactly",
+    "to the bit": "bit-exactly, bit for bit",
+    "halves": "bf16/fp16",
+    "the field": "other libraries",
+    "every tool": "other libraries",
+    "whom": "a sentence with another subject",
+    "owed": "prior work",
+    "tells": "reports, shows",
+    "is told": "is set to",
+    "takes part": "is a contender",
+    "nobody": "no one, or passive",
+    "everybody": "all",
+    "of its own accord": "by default",
+    "stands in for": "replaces",
+    "by side effect": "as a side effect",
+    "what is no": "other",
+    "so many": "the number",
+}
+# Not held to it: what is still to follow, and words of their time.
+EXEMPT = ("chunked", "docs/plan.md", "docs/first-gpu.md", "docs/changelog.md", "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+def test_a_page_is_in_plain_english(page: str) -> None:
+    assert private_english(prose((ROOT / page).read_text())) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in megabatch.__all__ if name not in EXEMPT])
+def test_a_docstring_is_in_plain_english(name: str) -> None:
+    assert private_english(getattr(megabatch, name).__doc__) == {}
+
+
+def private_english(text: str) -> dict[str, str]:
+    text = " ".join(text.lower().split())
+    return {words: better for words, better in PRIVATE_ENGLISH.items() if re.search(rf"\b{words}\b", text)}
+
+
 # ---- every command is run, smaller than it stands, or named here
 
 # Words that make a command small: flags given twice count as given last.
@@ -404,6 +443,13 @@ def test_a_command_of_a_page_runs(line: str, workplace: Path) -> None:
 
 
 # ---- the readers can tell right from wrong
+
+
+def test_private_english_is_found() -> None:
+    assert private_english("A run goes on\nto the bit.") == {
+        words: PRIVATE_ENGLISH[words] for words in ("goes on to the bit", "to the bit")
+    }
+    assert private_english("A run resumes bit-exactly.") == {}
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
