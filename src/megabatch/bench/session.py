@@ -24,7 +24,7 @@ INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
 class Session:
-    """`steps`: calls of `reached` until it is done; `packages`: whose versions are told."""
+    """`steps`: calls of `reached` until it is done; `packages`: whose versions are printed."""
 
     def __init__(
         self, name: str, options: argparse.Namespace, runner: Runner, steps: int, packages: Sequence[str] = ()
@@ -171,5 +171,5 @@ def _progress() -> Any:
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=1,  # whoever is measured wants the cores
+        refresh_per_second=1,  # leave the cores to what is measured
     )

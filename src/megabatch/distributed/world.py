@@ -38,7 +38,7 @@ class World:
         return dist.get_backend() if self.size > 1 else "none"
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank brings, when all have."""
+        """The objects of all ranks."""
         everyones = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyones, mine, group=self.control_group)
