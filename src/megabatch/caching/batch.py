@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import checks
 from .containers import HALVES, Leaf, Name, flatten, tensors_of
-from .state import versions
 
 Transform = Callable[[Any], Any]
 Counts = Tensor | Sequence[int] | str | None  # rows per sample; "offsets": the argument holds their cumulative sum
@@ -113,7 +112,6 @@ class Batch:
         self.rows = self._count_rows()
         self._check_items(unsplit, {*whole, *split})
         self._attach(transform)
-        self._given = [(argument.path, argument.value, versions([argument.value])) for argument in self._arguments]
         self._lengths: list[int] | None = None
         self.order: list[int] | None = None
         self.sizes: list[int] = []
@@ -279,15 +277,6 @@ class Batch:
         leaves, build = flatten(output)
         padded = [isinstance(x.value, Tensor) and x.value.dim() and len(x.value) == self.pad_to for x in leaves]
         return build(iter([x.value[:size] if cut else x.value for x, cut in zip(leaves, padded, strict=True)]))
-
-    def check_unwritten(self) -> None:
-        """By the forward."""
-        for path, value, before in self._given:
-            if versions([value]) != before:
-                raise ValueError(
-                    f"chunked: {path} must not be written to by the encoder or the transform, because the backward "
-                    "reads it again, got an operation in place. Use one that is not, or clone first."
-                )
 
 
 def _pack(argument: Argument, counts: Counts) -> None:

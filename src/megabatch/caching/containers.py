@@ -39,7 +39,9 @@ def _flatten(value: Any, path: str, names: frozenset[Name], is_leaf: IsLeaf) -> 
     listed = isinstance(value, list | tuple)
     indexed = listed or isinstance(value, MutableMapping)
     parts = {
-        key: _flatten(item, path + (f"[{key!r}]" if indexed else f".{key}"), names if listed else names | {key}, is_leaf)
+        key: _flatten(
+            item, path + (f"[{key!r}]" if indexed else f".{key}"), names if listed else names | {key}, is_leaf
+        )
         for key, item in entries.items()
     }
     leaves = [leaf for found, _ in parts.values() for leaf in found]

@@ -22,6 +22,7 @@ from .containers import HALVES, flatten, tensors_of
 from .outputs import Outputs
 from .state import State, versions
 from .transfer import Transfer
+from .wrappers import check_checkpoints, has_ranks
 
 Chunk = list[Any]  # a piece of every argument
 
@@ -42,7 +43,8 @@ class Call:
     def forward(self) -> Any:
         chunks, graded = self.batch.chunks(), torch.is_grad_enabled()
         outputs = [self._checkpointed(chunks, i) if graded else self.run(chunks, i, i + 1) for i in range(len(chunks))]
-        self.batch.check_unwritten()
+        if graded and has_ranks():
+            check_checkpoints(tensors_of(outputs[0]), tensors_of(chunks[0]))
         return self.outputs.join(outputs)
 
     def _checkpointed(self, chunks: Sequence[Chunk], index: int) -> Any:

@@ -15,10 +15,11 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.ranks import Ranks
 from .batch import Batch
-from .containers import HALVES, flatten, tensors_of
+from .containers import flatten, tensors_of
 from .replay import Call, Chunk, check_unwritten
 from .state import versions
 
@@ -73,17 +74,12 @@ class Shards:
         for watched in {*self._modules, *(child for module in self._modules for child in module.children())}:
             finalize(self, watched.register_forward_pre_hook(note).remove)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Modules that keep their parameters after a forward keep them after a backward, too."""
-        kept = [module for module in self._modules if not any(map(_is_sharded, _own_parameters(module)))]
-        for module in kept:
-            module.set_reshard_after_backward(False, recurse=False)
-        try:
-            yield
-        finally:
-            for module in kept:
-                module.set_reshard_after_backward(True, recurse=False)
+    def prepare_backward(self, is_last: bool) -> None:
+        """Of a chunk. Until the last, gradients are kept unreduced, and parameters gathered that stay so."""
+        for module in self._modules:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            if not any(map(_is_sharded, _own_parameters(module))):
+                module.set_reshard_after_backward(is_last, recurse=False)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -118,25 +114,29 @@ class ShardedCall(Call):
 
     def forward(self) -> Any:
         chunks, graded = self.batch.chunks(), torch.is_grad_enabled()
-        outputs, states = [], []
-        with torch.no_grad():
-            for index in range(len(chunks)):
-                states.append(self.state.now())
+        outputs: list[Any] = []
+        states = []
+        for index in range(len(chunks)):
+            states.append(self.state.now())
+            with saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):  # a graph without activations
                 outputs.append(self._encode(chunks, index))
-            with self.state.replayed(self.state.now()):
-                for _ in range(self.spare):
-                    self._encode(chunks, 0)
-        self.batch.check_unwritten()
-        inputs = {id(x): x for x in tensors_of(chunks) if x.requires_grad and graded}
-        trained = [p for p in self.parameters if p.requires_grad and graded]
-        if inputs or trained:
-            self.shards.watch()
-            leaves, build = flatten(outputs)
-            # Parameters are inputs, so that whoever asks autograd for their gradients gets an error.
-            apply: Any = Replay.apply
-            connected = iter(apply(self, chunks, states, tensors_of(outputs), *inputs.values(), *trained))
-            outputs = build(iter([next(connected) if isinstance(x.value, Tensor) else x.value for x in leaves]))
-        return self.outputs.join(outputs)
+        with torch.no_grad(), self.state.replayed(self.state.now()):
+            for _ in range(self.spare):
+                self._encode(chunks, 0)
+        return self.outputs.join(self._connect(outputs, chunks, states) if graded else outputs)
+
+    def _connect(self, outputs: list[Any], chunks: list[Chunk], states: list[Any]) -> list[Any]:
+        """The outputs with this call in place of their graphs."""
+        inputs = {id(x): x for x in tensors_of(chunks) if x.requires_grad}
+        # Parameters are inputs, so that whoever asks autograd for their gradients gets an error.
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        tensors, (leaves, build) = tensors_of(outputs), flatten(outputs)
+        if not any(x.requires_grad for x in tensors):
+            return outputs
+        self.shards.watch()
+        apply: Any = Replay.apply
+        connected = iter(apply(self, chunks, states, tensors, *inputs.values(), *trained))
+        return build(iter([next(connected) if isinstance(x.value, Tensor) else x.value for x in leaves]))
 
     def _encode(self, chunks: Sequence[Chunk], index: int) -> Any:
         with self.shards.encoding():
@@ -152,92 +152,48 @@ class ShardedCall(Call):
                 "chunked: an encoder under fully_shard must not be called in chunks and then without before the "
                 "backward, got a call without. Call it by chunked everywhere in the step."
             )
-        last, width, autocast = len(chunks) - 1, len(upstream) // len(chunks), self.state.autocast_enabled
+        last, width = len(chunks) - 1, len(upstream) // len(chunks)
         parts = [upstream[i * width : (i + 1) * width] for i in range(len(chunks))]
-        parameters, inputs = Sums(), Sums()
-        with self.shards.gathered():
+        used = [gradient is not None for gradient in parts[last]]  # by every chunk, so that all do the same
+        totals: dict[int, Tensor] = {}  # gradients of inputs
+        try:
             for index in range(last):
-                outputs, stand_ins = self._encode_again(chunks, states, index)
-                self.outputs.compare(index, outputs, autocast)
-                _add_gradients(_pairs(outputs, parts[index]), stand_ins, parameters, inputs)
+                self._replay(chunks, states, index, parts[index], used, totals)
             for _ in range(self.spare):
-                outputs, _ = self._encode_again(chunks, states, 0)
-                zeros = [(x, torch.zeros_like(x)) for x, _ in _pairs(outputs, parts[last])]
-                _add_gradients(zeros, [], parameters, inputs)
-        outputs, stand_ins = self._encode_again(chunks, states, last)
-        self.outputs.compare(last, outputs, autocast)
-        self.outputs.check(autocast)
-        roots = [*_pairs(outputs, parts[last]), *parameters.items()]
-        if roots:
-            torch.autograd.backward(*map(list, zip(*roots, strict=True)))  # type: ignore[arg-type]
-        for tensor, leaf in stand_ins:
-            inputs.add(tensor, leaf.grad)
-        return [inputs.get(x) for x in {id(x): x for x in tensors_of(chunks) if x.requires_grad}.values()]
+                self._replay(chunks, states, 0, [None] * width, used, totals, is_spare=True)
+            self._replay(chunks, states, last, parts[last], used, totals)
+        finally:
+            self.shards.prepare_backward(is_last=True)
+        self.outputs.check(self.state.autocast_enabled)
+        return [totals.get(key) for key in {id(x): x for x in tensors_of(chunks) if x.requires_grad}]
 
-    def _encode_again(
-        self, chunks: Sequence[Chunk], states: Sequence[Any], index: int
-    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """The outputs of a chunk; and its inputs that require grad, each with the leaf that stands in for it."""
+    def _replay(
+        self,
+        chunks: Sequence[Chunk],
+        states: Sequence[Any],
+        index: int,
+        upstream: Sequence[Tensor | None],
+        used: Sequence[bool],
+        totals: dict[int, Tensor],
+        is_spare: bool = False,
+    ) -> None:
+        """Run a chunk again, and its backward; where it got no gradient, with zeros."""
+        self.shards.prepare_backward(is_last=index == len(chunks) - 1 and not is_spare)
         leaves, build = flatten(chunks[index])
         pieces = [leaf.value for leaf in leaves]
         values = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in pieces]
         with torch.enable_grad(), self.state.replayed(states[index]):
-            output = self._encode([*chunks[:index], build(iter(values)), *chunks[index + 1 :]], index)
-        return tensors_of(output), [(x, new) for x, new in zip(pieces, values, strict=True) if x is not new]
-
-
-Pairs = list[tuple[Tensor, Tensor]]
-
-
-def _pairs(outputs: Sequence[Tensor], upstream: Sequence[Tensor | None]) -> Pairs:
-    return [(x, g) for x, g in zip(outputs, upstream, strict=True) if g is not None and x.requires_grad]
-
-
-def _add_gradients(roots: Pairs, stand_ins: Pairs, parameters: "Sums", inputs: "Sums") -> None:
-    """Of a chunk, to the sums. Nothing is written, and so nothing reduced."""
-    leaves = _leaves_of([x for x, _ in roots], {id(leaf) for _, leaf in stand_ins})
-    asked = [*leaves, *(leaf for _, leaf in stand_ins)]
-    if not roots or not asked:
-        return
-    outputs, gradients = zip(*roots, strict=True)
-    found = torch.autograd.grad(outputs, asked, gradients, allow_unused=True)
-    for leaf, gradient in zip(leaves, found, strict=False):
-        parameters.add(leaf, gradient)
-    for (tensor, _), gradient in zip(stand_ins, found[len(leaves) :], strict=True):
-        inputs.add(tensor, gradient)
-
-
-def _leaves_of(outputs: Sequence[Tensor], without: set[int]) -> list[Tensor]:
-    """The tensors in which the graph of these outputs ends: the gathered parameters, which no module shows."""
-    waiting: list[Any] = [x.grad_fn for x in outputs]
-    seen, leaves = {None}, {}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(following for following, _ in node.next_functions)
-            if hasattr(node, "variable") and id(node.variable) not in without:
-                leaves[id(node.variable)] = node.variable
-    return list(leaves.values())
-
-
-class Sums:
-    """Gradients by tensor, added up in float32 for bf16 and fp16, and rounded once."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add(self, tensor: Tensor, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            wide = gradient.float() if gradient.dtype in HALVES else gradient
-            known = self._sums.get(id(tensor))
-            self._sums[id(tensor)] = tensor, wide if known is None else known[1] + wide
-
-    def get(self, tensor: Tensor) -> Tensor | None:
-        return self._sums[id(tensor)][1].to(tensor.dtype) if id(tensor) in self._sums else None
-
-    def items(self) -> Pairs:
-        return [(tensor, total.to(tensor.dtype)) for tensor, total in self._sums.values()]
+            outputs = tensors_of(self._encode([*chunks[:index], build(iter(values)), *chunks[index + 1 :]], index))
+        if not is_spare:
+            self.outputs.compare(index, outputs, self.state.autocast_enabled)
+        both = zip(outputs, upstream, used, strict=True)
+        pairs = [(x, torch.zeros_like(x) if g is None else g) for x, g, yes in both if yes and x.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
+        for piece, value in zip(pieces, values, strict=True):
+            if piece is not value and value.grad is not None:
+                known = totals.get(id(piece))
+                totals[id(piece)] = value.grad if known is None else known + value.grad
 
 
 class Replay(torch.autograd.Function):
@@ -250,8 +206,9 @@ class Replay(torch.autograd.Function):
         ctx.call, ctx.chunks, ctx.states = call, chunks, states
         ctx.versions = versions(tensors_of(chunks))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
-        return tuple(outputs)
+        detached = tuple(x.detach() for x in outputs)
+        ctx.mark_non_differentiable(*(y for x, y in zip(outputs, detached, strict=True) if not x.requires_grad))
+        return detached
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -95,6 +95,27 @@ def check_wrapper(encoder: Any, modules: Sequence[nn.Module], module: nn.Module 
         )
 
 
+def has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def check_checkpoints(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Reentrant checkpoints have a backward of their own in every chunk, which a wrapper takes for the step's."""
+    waiting: list[Any] = [x.grad_fn for x in outputs]
+    seen: set[Any] = {None, *(x.grad_fn for x in inputs)}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if node.name().startswith("CheckpointFunction"):
+            raise ValueError(
+                "chunked: where several ranks train, encoder must not have reentrant checkpoints, because their "
+                "gradients would be reduced once per chunk. Checkpoint with use_reentrant=False."
+            )
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+
+
 def _running() -> list[Any]:
     """The wrappers whose forward called us. Neither of them has a public way to ask."""
     deepspeed: Any = sys.modules.get("deepspeed")
