@@ -150,7 +150,7 @@ def step(
 def loop_step(
     encoder: Callable[..., Tensor], model: nn.Module, *inputs: Tensor, chunk_size: int
 ) -> dict[str, Tensor | None]:
-    """The same by hand: encode chunk by chunk with a graph, and run the chunks' graphs back, the last first, as autograd would."""
+    """The same by hand: encode chunk by chunk with a graph, and run these graphs back, the last first, as autograd."""
     pieces = [encoder(*chunk) for chunk in zip(*(x.split(chunk_size) for x in inputs), strict=True)]
     features = torch.cat(pieces).detach().requires_grad_()
     loss = contrast(features)

@@ -3,7 +3,6 @@ checkpoints, and the compiler."""
 
 import functools
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -603,9 +602,9 @@ def test_an_encoder_with_reentrant_checkpoints_gives_gradients_of_inputs_and_acc
 def test_autograd_grad_through_reentrant_checkpoints_is_refused() -> None:
     model, (x,) = Checkpointed(True).double(), make_inputs("vit", 13)
     x.requires_grad_()
-    with pytest.raises(RuntimeError, match="use_reentrant=True, torch.utils.checkpoint is incompatible"):
+    with pytest.raises(RuntimeError, match=r"use_reentrant=True, .* is incompatible"):
         torch.autograd.grad(contrast(chunked(model, x, chunk_size=4)), x)
-    with pytest.raises(RuntimeError, match="use_reentrant=True, torch.utils.checkpoint is incompatible"):
+    with pytest.raises(RuntimeError, match=r"use_reentrant=True, .* is incompatible"):
         contrast(chunked(model, x, chunk_size=4)).backward(inputs=x)
 
 

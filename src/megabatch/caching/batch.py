@@ -4,74 +4,17 @@ The rule: every tensor of at least one dimension is split along dim 0, and all o
 0-d tensors and everything else are passed whole. `whole` and `split` name the exceptions.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from .containers import HALVES, Leaf, Name, flatten, tensors_of
+from .arguments import Argument, Counts, Transform, described, listed, pack
+from .containers import Leaf, Name, flatten, tensors_of
 
-Transform = Callable[[Any], Any]
-Counts = Tensor | Sequence[int] | str | None  # rows per sample; "offsets": the argument holds their cumulative sum
-
-MASK, OFFSETS = "attention_mask", "offsets"
-
-
-@dataclass
-class Argument:
-    """A leaf of the arguments.
-
-    Attributes:
-        split: Split along dim 0; otherwise passed whole.
-        offsets: For packed tensors: sample i has the rows from offsets[i] to offsets[i + 1].
-        cumulative: Holds such offsets itself (cu_seqlens), which start at 0 in every chunk.
-        trimmed: Cut along dim 1 to the longest row of the chunk.
-    """
-
-    path: str
-    names: frozenset[Name]
-    value: Any
-    split: bool = False
-    offsets: list[int] | None = None
-    cumulative: bool = False
-    trimmed: bool = False
-    transform: Transform | None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.value if self.offsets is None else self.offsets) - (self.cumulative or self.offsets is not None)
-
-    def reorder(self, order: list[int]) -> None:
-        if self.cumulative:
-            counts = self.value.diff()[order]
-            self.value = torch.cat([self.value[:1], self.value[0] + counts.cumsum(0, dtype=counts.dtype)])
-        elif isinstance(self.value, list | tuple):
-            self.value = type(self.value)(self.value[i] for i in order)
-        elif self.offsets is None:
-            self.value = self.value[order]
-        else:
-            packed = [range(*self.offsets[i : i + 2]) for i in order]
-            self.value = self.value[[row for rows in packed for row in rows]]
-            self.offsets = [0, *accumulate(map(len, packed))]
-
-    def pieces(self, sizes: Sequence[int]) -> list[Any]:
-        """For chunks of so many rows, as views where possible."""
-        ends = [0, *accumulate(sizes)]
-        if not self.split:
-            # Gradients of all chunks are summed in float32.
-            wide = isinstance(self.value, Tensor) and self.value.dtype in HALVES and self.value.requires_grad
-            return [self.value.float() if wide else self.value] * len(sizes)
-        if self.cumulative:
-            return [self.value[start : stop + 1] - self.value[start] for start, stop in pairwise(ends)]
-        if self.offsets is not None:
-            ends = [self.offsets[end] for end in ends]
-        if isinstance(self.value, Tensor):
-            return list(self.value.split([stop - start for start, stop in pairwise(ends)]))
-        return [self.value[start:stop] for start, stop in pairwise(ends)]
+MASK = "attention_mask"
 
 
 class Batch:
@@ -96,16 +39,16 @@ class Batch:
         unsplit: list[Leaf] = []  # lists whose items are leaves of their own
 
         def is_split_list(leaf: Leaf) -> bool:
-            listed = isinstance(leaf.value, list | tuple)
-            if listed and leaf.names.isdisjoint(split):
+            is_list, named = isinstance(leaf.value, list | tuple), not leaf.names.isdisjoint(split)
+            if is_list and not named:
                 unsplit.append(leaf)
-            return listed and not leaf.names.isdisjoint(split)
+            return is_list and named
 
         positional = [*positional_names, *(f"args[{i}]" for i in range(len(positional_names), len(args)))]
-        names = [(name, frozenset({name, f"args[{i}]", i})) for i, name in enumerate(positional)]
-        names += [(name, frozenset({name})) for name in kwargs]
-        values = (*args, *kwargs.values())
-        parts = [flatten(value, *words, is_split_list) for value, words in zip(values, names, strict=True)]
+        names: list[frozenset[Name]] = [frozenset({name, f"args[{i}]", i}) for i, name in enumerate(positional)]
+        names += [frozenset({name}) for name in kwargs]
+        given = zip((*positional, *kwargs), (*args, *kwargs.values()), names, strict=True)
+        parts = [flatten(value, path, words, is_split_list) for path, value, words in given]
         self._builds, self._num_positional, self._keywords = [build for _, build in parts], len(args), list(kwargs)
         self._arguments = [Argument(*leaf) for leaves, _ in parts for leaf in leaves]
         self._choose(whole, split)
@@ -125,20 +68,16 @@ class Batch:
             kept, cut = not argument.names.isdisjoint(whole), [name for name in split if name in argument.names]
             if kept and cut:
                 raise ValueError(f"chunked: {path} must be named in whole or in split, got both. Drop one.")
+            if cut and (not hasattr(value, "__len__") or getattr(value, "shape", None) == ()):
+                raise ValueError(
+                    f"chunked: {path} is named in split, so it must have rows, got {described(value)}. Leave it out "
+                    "there."
+                )
             if isinstance(value, Tensor):
                 checks.dense("chunked", path, value)
-                if checks.have_tangents(value):
-                    raise ValueError(
-                        f"chunked: {path} must not carry a forward-mode tangent, because there is only a backward. Use "
-                        "torch.autograd.grad."
-                    )
-            elif cut and not hasattr(value, "__len__"):
-                raise _without_rows(path, value)
             argument.split = bool(cut) or (isinstance(value, Tensor) and value.dim() > 0 and not kept)
             if cut:
-                if getattr(value, "shape", None) == ():
-                    raise _without_rows(path, value)
-                _pack(argument, split[cut[0]])
+                pack(argument, split[cut[0]])
 
     def _check_names(self, option: str, chosen: Iterable[Name]) -> None:
         known = {name for argument in self._arguments for name in argument.names}
@@ -146,13 +85,13 @@ class Batch:
             if name not in known:
                 raise ValueError(
                     f"chunked: {option} must name arguments of the call, got {name!r}. There are "
-                    f"{_listed([argument.path for argument in self._arguments]) or 'none'}."
+                    f"{listed([argument.path for argument in self._arguments]) or 'none'}."
                 )
 
     def _count_rows(self) -> int:
         rows = {argument.path: argument.rows for argument in self._arguments if argument.split}
         if not rows:
-            got = _listed([f"{argument.path}: {_described(argument.value)}" for argument in self._arguments])
+            got = listed([f"{argument.path}: {described(argument.value)}" for argument in self._arguments])
             raise ValueError(
                 "chunked: at least one argument must be a tensor with rows to split, got "
                 f"{got or 'no arguments'}. Name a list of samples in split."
@@ -160,7 +99,7 @@ class Batch:
         if len(set(rows.values())) > 1:
             raise ValueError(
                 "chunked: all tensors that are split along dim 0 must have the same number of rows, got "
-                f"{_listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk needs "
+                f"{listed([f'{path}: {count}' for path, count in rows.items()])}. Name those that every chunk needs "
                 "whole in whole=[...], and packed ones with their counts in split={name: counts}."
             )
         return next(iter(rows.values()))
@@ -204,7 +143,7 @@ class Batch:
         ]
         if unfit and required:
             raise ValueError(
-                f"chunked: pad_last must be left out where lists are split or tensors packed, got {_listed(unfit)}."
+                f"chunked: pad_last must be left out where lists are split or tensors packed, got {listed(unfit)}."
             )
         self.pad_to = chunk_size if pad and not unfit else 0
 
@@ -279,41 +218,7 @@ class Batch:
         return build(iter([x.value[:size] if cut else x.value for x, cut in zip(leaves, padded, strict=True)]))
 
 
-def _pack(argument: Argument, counts: Counts) -> None:
-    """Samples of several rows each."""
-    if counts is None:
-        return
-    if not isinstance(argument.value, Tensor) or (isinstance(counts, str) and counts != OFFSETS):
-        raise ValueError(
-            f"chunked: {argument.path} must be a tensor, packed by a count of rows per sample or by {OFFSETS!r}, got "
-            f"{_described(argument.value)} and {counts!r}."
-        )
-    if isinstance(counts, str):
-        argument.cumulative = True
-        return
-    argument.offsets = [0, *accumulate(counts.tolist() if isinstance(counts, Tensor) else counts)]
-    if argument.offsets[-1] != len(argument.value):
-        raise ValueError(
-            f"chunked: the counts of {argument.path} in split must add up to its {len(argument.value)} rows, got "
-            f"{argument.offsets[-1]}."
-        )
-
-
 def _used(mask: Tensor) -> list[int]:
     """Columns up to the last one that a row uses."""
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return (mask.ne(0) * positions).amax(1).tolist() if mask.numel() else [0] * len(mask)
-
-
-def _listed(words: Sequence[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _without_rows(path: str, value: Any) -> ValueError:
-    return ValueError(
-        f"chunked: {path} is named in split, so it must have rows, got {_described(value)}. Leave it out there."
-    )

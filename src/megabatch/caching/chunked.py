@@ -11,7 +11,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..callers import warn_once
-from .batch import Batch, Counts, Transform
+from .arguments import Counts, Transform
+from .batch import Batch
 from .containers import Name
 from .outputs import selected
 from .replay import Call, in_float32

@@ -79,10 +79,10 @@ def with_entries(like: Any, entries: dict[Any, Any]) -> Any:
         return kind(*values) if len(values) == len(like) else tuple(values)
     if isinstance(like, list | tuple):
         return kind(values)
-    if isinstance(like, MutableMapping) and dataclasses.is_dataclass(like):  # a ModelOutput
+    is_mapping, made = isinstance(like, MutableMapping), copy.copy(like)
+    if is_mapping and dataclasses.is_dataclass(like):  # a ModelOutput
         return kind(**entries)
-    made = copy.copy(like)
-    if isinstance(made, MutableMapping):  # the copy keeps the factory of a defaultdict
+    if is_mapping:  # the copy keeps the factory of a defaultdict
         made.clear()
         made.update(entries)
         return made

@@ -62,7 +62,9 @@ class Outputs:
                 continue
             has_rows = all(x.dim() and len(x) == size for x, size in zip(values, self._sizes, strict=True))
             value = (_joined_rows if has_rows else _the_same_number)(leaf.path, values, self._sizes)
-            parts: Any = value.detach().split(self._sizes) if has_rows else [value.detach() for _ in values]
+            parts: Any = (
+                torch.split(value.detach(), list(self._sizes)) if has_rows else [value.detach() for _ in values]
+            )
             for expected, part in zip(self._expected, parts, strict=True):
                 expected.append((leaf.path, part, *versions([part])))
             joined.append(value if self._order is None or not has_rows else value[_inverse(self._order, value.device)])
@@ -114,7 +116,7 @@ class Outputs:
                 )
 
 
-def _joined_rows(path: str, values: list[Tensor], sizes: Sequence[int]) -> Tensor:
+def _joined_rows(path: str, values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     widths = [list(value.shape[1:]) for value in values]
     if len(values) > 1 and max(sizes) == 1 and values[0].dim() == 1:
         raise ValueError(
@@ -128,7 +130,7 @@ def _joined_rows(path: str, values: list[Tensor], sizes: Sequence[int]) -> Tenso
                 f"{widths[0]}: it is padded chunk by chunk, or compares rows with each other. Leave it out by select, "
                 "or pad to one length."
             )
-    return torch.cat(values)
+    return torch.cat(list(values))
 
 
 def _inverse(order: Sequence[int], device: torch.device) -> Tensor:

@@ -49,16 +49,16 @@ class Call:
 
     def _checkpointed(self, chunks: Sequence[Chunk], index: int) -> Any:
         """The outputs of a chunk whose activations are formed again in the backward."""
-        state, read = None, [*tensors_of(chunks[index]), *self.parameters]
+        read = [*tensors_of(chunks[index]), *self.parameters]
+        state, known, again = self.state.now(), versions(read), False
 
         def run() -> Any:
-            nonlocal state
-            if state is None:
-                state = self.state.now(), versions(read)
+            nonlocal again
+            if not again:
+                again = True
                 return self.run(chunks, index, index + 1)
-            before, known = state
             check_unwritten(read, known)
-            with self.state.replayed(before):
+            with self.state.replayed(state):
                 output = self.run(chunks, index, index - 1)
             self.outputs.compare(index, tensors_of(output), self.state.autocast_enabled)
             return output

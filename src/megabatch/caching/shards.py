@@ -136,7 +136,7 @@ class ShardedCall(Call):
         self.shards.watch()
         apply: Any = Replay.apply
         connected = iter(apply(self, chunks, states, tensors, *inputs.values(), *trained))
-        return build(iter([next(connected) if isinstance(x.value, Tensor) else x.value for x in leaves]))
+        return list(build(iter([next(connected) if isinstance(x.value, Tensor) else x.value for x in leaves])))
 
     def _encode(self, chunks: Sequence[Chunk], index: int) -> Any:
         with self.shards.encoding():
