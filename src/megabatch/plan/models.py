@@ -1,4 +1,4 @@
-"""Two towers, by open_clip's names, and what open_clip's own profile counts of them (docs/model_profile.csv)."""
+"""Two towers, by open_clip's names. Their sums are those of its docs/model_profile.csv; the split is COUNTED."""
 
 from dataclasses import dataclass
 
