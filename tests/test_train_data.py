@@ -41,7 +41,7 @@ from megabatch.train.data import (
     batches,
     loader,
     open_source,
-    shards,
+    tars,
 )
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
 from megabatch.train.data.labelled import read_templates
@@ -434,7 +434,7 @@ def test_bad_images_of_a_table_are_bad_samples(tmp_path: Path) -> None:
     assert len(batch.ids) == 1
     assert {Path(name).name: reason for name, reason in batch.bad} == {
         "exe.jpg": NOT_AN_IMAGE,
-        "folder.jpg": NOT_AN_IMAGE,
+        "folder.jpg": "not a file",
         "missing.jpg": "no such file",
         "x": "no such file",
         tmp_path.name: "no such file",
@@ -1084,12 +1084,12 @@ def test_everything_that_goes_to_a_worker_can_be_pickled(tmp_path: Path) -> None
     assert len(prepare(source, [0] * 3, range(3)).ids) == 3
 
 
-# ---- headers of tars, read quickly where they are plain
+# ---- headers of tars
 
 
-def members_both_ways(path: Path) -> tuple[Any, Any]:
-    with path.open("rb") as file:
-        return shards._members_of_plain(file), shards._members_of_any(file)
+def members_by_tarfile(path: Path) -> list[tuple[str, int, int]]:
+    with tarfile.open(path) as tar:
+        return [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
 
 
 def write_members(path: Path, *names: str, **options: Any) -> Path:
@@ -1101,38 +1101,143 @@ def write_members(path: Path, *names: str, **options: Any) -> Path:
     return path
 
 
+NAMES = ["0.jpg", "folder/" * 12 + "0.jpg", "folder/" * 40 + "0.jpg", "é.jpg", "x" * 90 + ".jpg", "x" * 120 + ".jpg"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_plain_tars_are_read_quickly_and_alike(tmp_path, kind):
-    plain, slow = members_both_ways(write_members(tmp_path / "a.tar", "0.jpg", "0.txt", "1.jpg", "1.txt", format=kind))
-    assert plain == slow
-    assert len(plain) == 4
+def test_headers_are_read_as_tarfile_reads_them(tmp_path: Path, name: str, kind: int) -> None:
+    if kind == tarfile.USTAR_FORMAT and (len(name) > 250 or name.startswith("x" * 120)):
+        pytest.skip("too long for this format")
+    path = write_members(tmp_path / "a.tar", "1.txt", name, "1.jpg", "b/1.txt", format=kind)
+    assert tars.members(path) == members_by_tarfile(path)
+    assert [member[0] for member in tars.members(path)] == ["1.txt", name, "1.jpg", "b/1.txt"]
 
 
-@pytest.mark.parametrize("name", ["folder/" * 20 + "0.jpg", "é.jpg", "x" * 120 + ".jpg"])
-@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_other_tars_are_left_to_tarfile(tmp_path, name, kind):
-    path = write_members(tmp_path / "a.tar", name, "1.txt", format=kind)
-    plain, slow = members_both_ways(path)
-    assert plain in (None, slow)
-    assert [member[0] for member in shards._members(path)] == [name, "1.txt"]
-
-
-def test_folders_and_links_are_left_to_tarfile(tmp_path):
+def test_folders_links_and_what_is_said_of_all_files_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, kind in (("folder", tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("0.jpg", tarfile.REGTYPE)):
+    headers = {"comment": "of all"}
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar:
+        for name, kind in (("f", tarfile.DIRTYPE), ("l", tarfile.SYMTYPE), ("h", tarfile.LNKTYPE), ("0.jpg", b"0")):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "0.jpg"
             tar.addfile(member)
-    assert members_both_ways(path)[0] is None
-    assert [name for name, _, _ in shards._members(path)] == ["0.jpg"]
+    assert [name for name, _, _ in tars.members(path)] == ["0.jpg"]
 
 
 @pytest.mark.parametrize("place", [0, 100, 124, 130, 150, 156, 257])
-def test_a_damaged_header_is_not_read_quickly(tmp_path, place):
+def test_a_damaged_header_is_refused(tmp_path: Path, place: int) -> None:
     path = write_members(tmp_path / "a.tar", "0.jpg", "0.txt", format=tarfile.GNU_FORMAT)
     data = bytearray(path.read_bytes())
     data[512 + place] ^= 1  # the second header
     path.write_bytes(data)
-    with path.open("rb") as file:
-        assert shards._members_of_plain(file) is None
+    with pytest.raises(ValueError, match=r"a\.tar: must be a whole, uncompressed tar, got no header .* at byte 512"):
+        tars.members(path)
+
+
+def header_of(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
+    """With a right sum, whatever it says."""
+    header = bytearray(name.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + size.ljust(12, b"\0"))
+    header += b"00000000000\0" + b" " * 8 + kind + bytes(100) + b"ustar\x0000" + bytes(512 - 265)
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def sized(size: int) -> bytes:
+    return b"%011o\0" % size
+
+
+HOSTILE_TARS = {
+    "negative size": (header_of(b"0.jpg", b"-0000001000"), "a file of -512 bytes at byte 0"),
+    "negative binary size": (header_of(b"0.jpg", b"\xff" * 10 + b"\xfe\x00"), "a file of -512 bytes at byte 0"),
+    "size beyond the end": (header_of(b"0.jpg", sized(2**33 - 1)), "a file of 8589934591 bytes at byte 0 of"),
+    "huge binary size": (header_of(b"0.jpg", b"\x80" + b"\xff" * 11), "a file of [0-9]+ bytes at byte 0 of"),
+    "no number": (header_of(b"0.jpg", b"zz"), "a file of None bytes"),
+    "sparse": (header_of(b"0.jpg", sized(0), b"S"), "a sparse file at byte 0"),
+    "sparse by a record": (
+        header_of(b"x", sized(22), b"x") + b"22 GNU.sparse.major=1\n".ljust(512, b"\0") + header_of(b"a", sized(0)),
+        "a sparse file at byte 1024",
+    ),
+    "negative size by a record": (
+        header_of(b"x", sized(13), b"x") + b"13 size=-512\n".ljust(512, b"\0") + header_of(b"a", sized(0)),
+        "a file of None bytes at byte 1024",
+    ),
+    "record without end": (header_of(b"x", sized(9), b"x") + b"999 path=".ljust(512, b"\0"), "a damaged header"),
+    "record of no length": (header_of(b"x", sized(9), b"x") + b"0 path=a\n".ljust(512, b"\0"), "a damaged header"),
+    "huge header": (header_of(b"x", sized(2**21), b"L") + bytes(2**21), "a header of 2097152 bytes at byte 0"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_TARS)
+def test_tars_that_lie_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    content, message = HOSTILE_TARS[case]
+    (tmp_path / "a.tar").write_bytes(content + bytes(1024))
+    with pytest.raises(ValueError, match=rf"a\.tar: must be a whole, uncompressed tar, got {message}"):
+        Shards(str(tmp_path / "a.tar"))
+
+
+def test_as_many_shards_as_no_disk_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be at most 1000000 shards"):
+        Shards(str(tmp_path / "{0..999999999999}.tar"))
+
+
+def test_a_member_larger_than_memory_is_a_bad_sample(tmp_path: Path) -> None:
+    """6 GiB, of which the disk holds nothing."""
+    size, image = 6 * 2**30, encoded(picture(0))
+    blocks = [(b"a.jpg", size), (b"a.txt", 1), (b"b.jpg", len(image)), (b"b.txt", size), (b"c.jpg", len(image))]
+    with (tmp_path / "a.tar").open("wb") as file:
+        for name, length in [*blocks, (b"c.txt", 1)]:
+            file.write(header_of(name, sized(length)))
+            place = file.tell()
+            file.write(image if length == len(image) else b"c" if length == 1 else b"")
+            file.truncate(place + -(-length // 512) * 512)
+            file.seek(0, os.SEEK_END)
+        file.write(bytes(1024))
+    (batch,) = load(Shards(str(tmp_path / "a.tar")), batch_size=3, last_step=1)
+    assert texts_of(batch.second) == ["c"]
+    assert {reason for _, reason in batch.bad} == {"image of more than 268435456 or text of more than 1048576 bytes"}
+
+
+@pytest.mark.parametrize("what", ["fifo", "/dev/zero", "/dev/tty", "huge", "folder"])
+def test_a_row_that_names_no_plain_file_is_a_bad_sample(tmp_path: Path, what: str) -> None:
+    write_images(tmp_path, "a.jpg")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(6 * 2**30)
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\na.jpg\ta\n{what}\tb\n")
+    (batch,) = load(Table(tmp_path / "t.csv"), batch_size=2, last_step=1)
+    assert texts_of(batch.second) == ["a"]
+    assert [reason for _, reason in batch.bad] == [
+        "file of more than 268435456 bytes" if what == "huge" else "not a file"
+    ]
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    """6 GiB without an end of line, of which the disk holds nothing."""
+    for name in ("a.csv", "a.jsonl"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(6 * 2**30)
+        with pytest.raises(ValueError, match=rf"{name}: line 1 must have at most 67108864 characters"):
+            open_source(str(tmp_path / name))
+    os.rename(tmp_path / "a.csv", tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json: must have at most 2147483648 bytes, has 6442450944"):
+        open_source(str(tmp_path / "a.json"))
+    os.mkfifo(tmp_path / "fifo.csv")
+    with pytest.raises(ValueError, match=r"fifo\.csv: must be a file, is something else"):
+        open_source(str(tmp_path / "fifo.csv"))
+
+
+def test_texts_of_any_length_are_not_tokenised() -> None:
+    piece = make_prepare()(Listed([Sample("x" * (2**20 + 1), "x", picture(0))]), [0], [0])
+    assert [reason for _, reason in piece.bad] == ["text of more than 1048576 characters"]
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    name = "\x1b]0;owned\x07\x1b[2J\u202egpj\nfake"
+    source = Shards(str(write_tar(tmp_path / "a.tar", {f"{name}.jpg": image, f"{name}.txt": b"a"})))
+    assert source.name(0) == f"{tmp_path / 'a.tar'}: \\x1b]0;owned\\x07\\x1b[2J\\u202egpj\\nfake"
+    (tmp_path / "t.csv").write_text(f'filepath\ttitle\n"{name}"\ta\n{tmp_path}/b.jpg\tb\n')
+    write_images(tmp_path, "b.jpg")
+    assert Table(tmp_path / "t.csv").name(0).isprintable()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..feature_cache import FeatureCache
 from ..preprocessing import Preprocessing
 from .images import content_key, decode
-from .source import BadSample, Sample, Source
+from .source import LARGEST_TEXT, BadSample, Sample, Source
 
 
 @dataclass
@@ -150,6 +150,8 @@ def _check_texts(sample: Sample) -> None:
     texts = [sample.text, *sample.captions, *sample.negatives] + ([] if sample.query is None else [sample.query])
     if not all(text.strip() for text in texts):
         raise BadSample("empty caption" if sample.query is None else "empty text")
+    if max(map(len, texts)) > LARGEST_TEXT:
+        raise BadSample(f"text of more than {LARGEST_TEXT} characters")
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
