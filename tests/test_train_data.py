@@ -1,6 +1,8 @@
 """Where samples come from and how they become tensors: real files, hostile ones, ranks and workers."""
 
 import contextlib
+import errno
+import faulthandler
 import io
 import json
 import os
@@ -28,10 +30,11 @@ from torch import Tensor
 from megabatch.train.config import Data
 from megabatch.train.data import (
     BadSample,
-    Batch,
     ImageFolder,
     Order,
     Prepare,
+    RankBatch,
+    Requests,
     Sample,
     Shard,
     Shards,
@@ -42,13 +45,15 @@ from megabatch.train.data import (
     loader,
     open_source,
     tars,
+    workers,
 )
+from megabatch.train.data import prepare as prepare_module
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
 from megabatch.train.data.labelled import read_templates
-from megabatch.train.data.source import OpenFiles, Strings
+from megabatch.train.data.source import Lost, OpenFiles, Strings
 from megabatch.train.preprocessing import Preprocessing, random_box, to_tensor
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, LoggedLines
 
 
 def picture(number: int, size: tuple[int, int] = (24, 16), mode: str = "RGB") -> Image.Image:
@@ -113,6 +118,10 @@ def texts_of(tokens: Tensor) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in tokens.tolist()]
 
 
+def captions_of(batch: RankBatch) -> list[str]:
+    return texts_of(batch.second[: len(batch.ids)])
+
+
 def make_prepare(**changes: Any) -> Prepare:
     options: dict[str, Any] = {"preprocessing": SMALL, "crop_scale": 0.5, "seed": 0}
     options |= {"duplicates": "caption", "train": True} | changes
@@ -160,10 +169,16 @@ class Pictures(Listed):
         )
 
 
-def load(source: Source, prepare: Prepare | None = None, order: Order | None = None, **changes: Any) -> list[Batch]:
-    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 0, "first_step": 0}
-    options |= {"last_step": 3} | changes
-    return list(batches(source, prepare or make_prepare(), order or Order(source.shards, seed=0), **options))
+def requests_for(source: Source, order: Order | None = None, **changes: Any) -> Requests:
+    options: dict[str, Any] = {"batch_size": 8, "last_step": 3} | changes
+    return Requests(order or Order(source.shards, seed=0), **options)
+
+
+def load(
+    source: Source, prepare: Prepare | None = None, order: Order | None = None, *, workers: int = 0, **changes: Any
+) -> list[RankBatch]:
+    requests = requests_for(source, order, **changes)
+    return list(batches(source, prepare or make_prepare(), requests, workers=workers))
 
 
 # Images
@@ -621,7 +636,7 @@ def test_bad_samples_of_a_shard_are_skipped_and_named(tmp_path: Path) -> None:
     }
     path = write_tar(tmp_path / "0.tar", files)
     (batch,) = load(Shards(str(path)), last_step=1)
-    assert texts_of(batch.second) == ["h"]
+    assert captions_of(batch) == ["h"]
     assert dict(batch.bad) == {
         f"{path}: a": NOT_AN_IMAGE,
         f"{path}: b": "caption is not UTF-8",
@@ -865,11 +880,12 @@ def test_a_piece_of_bad_samples_has_no_rows_but_its_shapes(tmp_path: Path) -> No
 # Batches
 
 
-def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
+def assert_same(ours: Sequence[RankBatch], others: Sequence[RankBatch]) -> None:
     assert [batch.step for batch in ours] == [batch.step for batch in others]
     for mine, other in zip(ours, others, strict=True):
-        assert mine.first.equal(other.first)
-        assert mine.second.equal(other.second)
+        rows = len(other.ids)
+        assert mine.first[:rows].equal(other.first[:rows])
+        assert mine.second[:rows].equal(other.second[:rows])
         assert mine.ids.equal(other.ids)
         assert mine.bad == other.bad
         for name in ("negatives", "negative_ids"):
@@ -878,10 +894,12 @@ def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
             assert left is None or left.equal(right)
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
+def joined(parts: Sequence[RankBatch]) -> RankBatch:
     """The parts of all ranks, as one."""
-    tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "ids")]
-    return Batch(*tensors, None, None, [bad for part in parts for bad in part.bad], step=parts[0].step)
+    tensors = [
+        torch.cat([getattr(part, name)[: len(part.ids)] for part in parts]) for name in ("first", "second", "ids")
+    ]
+    return RankBatch(*tensors, [bad for part in parts for bad in part.bad], step=parts[0].step)
 
 
 @pytest.fixture
@@ -933,7 +951,7 @@ def test_images_ids_and_tokens_of_a_row_belong_together() -> None:
     source = Pictures(30, bad=[2])
     prepare = make_prepare(train=False)
     for batch in load(source, prepare, workers=2):
-        for row, text in enumerate(texts_of(batch.second)):
+        for row, text in enumerate(captions_of(batch)):
             number = int(text.split()[1])
             expected = prepare(source, [0], [number])
             assert batch.first[row].equal(expected.first[0])
@@ -957,7 +975,7 @@ def test_evaluation_ends_with_a_partial_batch() -> None:
     order = Order(source.shards, seed=0, shuffle=False)
     parts = [load(source, order=order, rank=r, world_size=3, last_step=None) for r in range(3)]
     assert [[len(batch.ids) for batch in part] for part in parts] == [[2, 2, 1], [3, 3, 1], [3, 3, 2]]
-    rows = [text for step in zip(*parts, strict=True) for batch in step for text in texts_of(batch.second)]
+    rows = [text for step in zip(*parts, strict=True) for batch in step for text in captions_of(batch)]
     assert rows == [f"caption {i}" for i in range(20)]
 
 
@@ -996,7 +1014,7 @@ class Reporting(Pictures):
 @pytest.mark.usefixtures("small_pieces")
 def test_workers_share_a_step_with_one_thread_each_and_leave_signals_to_the_trainer() -> None:
     (batch,) = load(Reporting(64), batch_size=64, last_step=1, workers=2)
-    pids, threads, ignored = zip(*(text.split() for text in texts_of(batch.second)), strict=True)
+    pids, threads, ignored = zip(*(text.split() for text in captions_of(batch)), strict=True)
     assert len(set(pids)) == 2
     assert str(os.getpid()) not in pids
     assert set(threads) == {"1"}
@@ -1007,10 +1025,9 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def endless(**changes: Any) -> Iterator[Batch]:
+def endless(**changes: Any) -> Iterator[RankBatch]:
     source = Pictures(50)
-    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 2, "first_step": 0}
-    return batches(source, make_prepare(), Order(source.shards, seed=0), **(options | {"last_step": None} | changes))
+    return batches(source, make_prepare(), requests_for(source, last_step=None, **changes), workers=2)
 
 
 def test_workers_end_when_the_iterator_is_closed_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1056,13 +1073,148 @@ def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
 
 
 class Deadly(Pictures):
+    """Some samples kill who reads them."""
+
+    def __init__(self, count: int, deadly: dict[int, signal.Signals]) -> None:
+        super().__init__(count)
+        self.deadly = deadly
+
     def __getitem__(self, index: int) -> Sample:
-        os._exit(3)
+        if index in self.deadly:
+            faulthandler.disable()  # pytest's, which prints
+            os.kill(os.getpid(), self.deadly[index])
+        return super().__getitem__(index)
 
 
-def test_a_worker_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
-        load(Deadly(8), workers=1)
+@pytest.fixture
+def logged() -> Iterator[LoggedLines]:
+    with LoggedLines("megabatch") as lines:
+        yield lines
+
+
+DEADLY = {3: signal.SIGSEGV, 4: signal.SIGKILL, 11: signal.SIGBUS}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.usefixtures("small_pieces")
+def test_a_sample_that_kills_its_worker_is_named_and_left_out(workers: int, logged: LoggedLines) -> None:
+    found = load(Deadly(20, DEADLY), workers=workers, batch_size=12, last_step=4)
+    expected = load(Pictures(20, bad=list(DEADLY)), batch_size=12, last_step=4)
+    assert_same([replace(batch, bad=[]) for batch in found], [replace(batch, bad=[]) for batch in expected])
+    for batch, other in zip(found, expected, strict=True):
+        assert sorted(name for name, _ in batch.bad) == sorted(name for name, _ in other.bad)
+        assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in batch.lost)
+    reasons = {name: reason for batch in found for name, reason in batch.bad}
+    assert reasons == {f"sample {index}": f"its worker was killed by {DEADLY[index].name}" for index in DEADLY}
+    assert any(re.fullmatch(r"data: worker \d+ was killed by SIGSEGV at sample 3; restarted", line) for line in logged)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_replay_leaves_out_what_was_lost_and_nothing_else() -> None:
+    """Though it could read it, with any number of ranks and workers; and another pass tries the sample again."""
+    (killed, *_) = load(Deadly(20, DEADLY), workers=2, batch_size=12, last_step=1)
+    lost = {(each.position, each.index): each.reason for each in killed.lost}
+    assert len(lost) in (1, 2)
+    later = load(Pictures(20), batch_size=12, first_step=1, last_step=4)
+    for world_size, count in ((1, 0), (2, 0), (3, 1)):
+        options = {"batch_size": 12, "last_step": 4, "lost": lost, "world_size": world_size, "workers": count}
+        ranks = [load(Pictures(20), rank=rank, **options) for rank in range(world_size)]
+        first, *others = [joined(parts) for parts in zip(*ranks, strict=True)]
+        assert_same([replace(first, bad=[])], [replace(killed, bad=[])])
+        assert sorted(first.bad) == sorted(killed.bad)
+        assert_same(others, later)
+    elsewhere = {(position, index + 1): "" for position, index in lost}  # other data than there was
+    assert_same(load(Pictures(20), lost=elsewhere), load(Pictures(20)))
+
+
+def test_workers_that_die_of_every_sample_end_the_run(logged: LoggedLines) -> None:
+    with pytest.raises(RuntimeError, match=r"workers must live, but 9 in a row were killed by SIGKILL .*at sample"):
+        load(Deadly(50, dict.fromkeys(range(50), signal.SIGKILL)), workers=1, batch_size=20)
+
+
+def deadly_tokenizer(texts: Sequence[str]) -> Tensor:
+    os._exit(3)
+
+
+def test_workers_that_die_of_no_sample_end_the_run(logged: LoggedLines) -> None:
+    prepare = Prepare(deadly_tokenizer, SMALL, 1.0, 0, "caption", True)
+    with pytest.raises(RuntimeError, match=r"workers must live, but 3 in a row were ended with exit code 3 over"):
+        load(Pictures(8), prepare, workers=1)
+    assert any("at no sample; restarted" in line for line in logged)
+
+
+class Slow(Pictures):
+    def __getitem__(self, index: int) -> Sample:
+        if index == 5:
+            time.sleep(1)
+        return super().__getitem__(index)
+
+
+def test_a_slow_worker_is_not_called_dead(monkeypatch: pytest.MonkeyPatch, logged: LoggedLines) -> None:
+    monkeypatch.setattr(workers, "SLOW_SECONDS", 0.2)
+    assert_same(load(Slow(8), workers=1, last_step=1), load(Pictures(8), last_step=1))
+    assert any(
+        re.fullmatch(r"data: worker \d+ is alive and slow: .* s without an answer, at sample 5", x) for x in logged
+    )
+    assert not any("restarted" in line for line in logged)
+
+
+class FailingDisk(Pictures):
+    """Reading some samples fails so many times."""
+
+    def __init__(self, count: int, failures: dict[int, int]) -> None:
+        super().__init__(count)
+        self.failures = failures
+
+    def __getitem__(self, index: int) -> Sample:
+        self.failures[index] = left = self.failures.get(index, 0) - 1
+        if left >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("small_pieces")
+def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(monkeypatch, workers: int) -> None:
+    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    found = load(FailingDisk(20, {3: 3, 11: 1}), workers=workers, batch_size=20, last_step=1)
+    assert_same(found, load(Pictures(20), batch_size=20, last_step=1))
+    (batch,) = load(FailingDisk(20, {3: 99, 11: 3}), workers=workers, batch_size=20, last_step=1)
+    assert batch.bad == [("sample 3", "disk error, 4 times: Input/output error")]
+    position = Order([Shard(0, 20)], seed=0).of_step(0, 20)[1].tolist().index(3)
+    assert batch.lost == [Lost(position, 3, *batch.bad[0])]
+
+
+def test_a_disk_that_fails_all_the_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    with pytest.raises(OSError, match=r"sample \d+: disk error, 4 times: .*, as with 8 samples before"):
+        load(FailingDisk(20, dict.fromkeys(range(20), 99)), batch_size=20)
+
+
+def test_a_file_that_could_not_be_read_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("abc")
+    files = OpenFiles()
+    files.read(tmp_path / "a", 0, 1)
+    (tmp_path / "b").write_text("xyz")
+    os.replace(tmp_path / "b", tmp_path / "a")  # as a server that came back
+
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", stale)
+        with pytest.raises(OSError, match="Stale"):
+            files.read(tmp_path / "a", 0, 1)
+    assert files.read(tmp_path / "a", 0, 1) == b"x"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_shapes_stay_whatever_is_skipped() -> None:
+    """Rows beyond those with an id repeat others, as if drawn anew: a compiler sees one shape."""
+    (batch,) = load(Pictures(12, bad=[3, 4, 9]), batch_size=12, last_step=1)
+    assert (len(batch.ids), len(batch.first), len(batch.second)) == (9, 12, 12)
+    assert batch.first[9:].equal(batch.first[:3])
+    assert batch.second[9:].equal(batch.second[:3])
 
 
 class Faulty(Pictures):
@@ -1194,7 +1346,7 @@ def test_a_member_larger_than_memory_is_a_bad_sample(tmp_path: Path) -> None:
             file.seek(0, os.SEEK_END)
         file.write(bytes(1024))
     (batch,) = load(Shards(str(tmp_path / "a.tar")), batch_size=3, last_step=1)
-    assert texts_of(batch.second) == ["c"]
+    assert captions_of(batch) == ["c"]
     assert {reason for _, reason in batch.bad} == {"image of more than 268435456 or text of more than 1048576 bytes"}
 
 
@@ -1207,7 +1359,7 @@ def test_a_row_that_names_no_plain_file_is_a_bad_sample(tmp_path: Path, what: st
         file.truncate(6 * 2**30)
     (tmp_path / "t.csv").write_text(f"filepath\ttitle\na.jpg\ta\n{what}\tb\n")
     (batch,) = load(Table(tmp_path / "t.csv"), batch_size=2, last_step=1)
-    assert texts_of(batch.second) == ["a"]
+    assert captions_of(batch) == ["a"]
     assert [reason for _, reason in batch.bad] == [
         "file of more than 268435456 bytes" if what == "huge" else "not a file"
     ]

@@ -1,11 +1,35 @@
-"""The work of a training step, and what share of the device's peak it is."""
+"""What a training step costs: its work, what share of the device's peak that is, and memory."""
+
+import resource
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megabatch.plan.hardware import GPUS
 
+from ..distributed.world import World
+from .evaluate import Figures
 from .towers import Towers
+
+
+class StepCosts:
+    """Figures of a step, from the rows of all ranks and the seconds that this one took."""
+
+    def __init__(self, towers: Towers, world: World, precision: str, *, texts_only: bool) -> None:
+        self._world = world
+        self._flops = flops_per_sample(towers, texts_only=texts_only)
+        self._peak = peak_flops(world.device, precision)
+
+    def __call__(self, rows: int, data_seconds: float, seconds: float) -> Figures:
+        flops = self._flops * rows / self._world.size / seconds
+        return {
+            "train/samples_per_second": rows / seconds,
+            "train/data_seconds": data_seconds,
+            "train/step_seconds": seconds,
+            "train/tflops_per_second": flops / 1e12,
+            **({} if self._peak is None else {"train/mfu": flops / self._peak}),
+            "train/memory_mib": peak_mib(self._world.device),
+        }
 
 
 @torch.no_grad()
@@ -35,3 +59,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     name = torch.cuda.get_device_name(device)
     found = [gpu for gpu in GPUS.values() if gpu.name.removesuffix("-80").replace("-", " ") in name]
     return (found[0].tf32 if precision == "fp32" else found[0].half) if found else None
+
+
+def peak_mib(device: torch.device) -> float:
+    """The most memory that there was at a time: of the device's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

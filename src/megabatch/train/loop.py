@@ -6,11 +6,11 @@ are drawn anew from (seed, step). So a run that died goes on from its last check
 
 import hashlib
 import math
-import resource
+import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,24 +28,26 @@ from ..distributed.world import World
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import Config, to_mapping
+from .control import StepFacts, exchange
 from .data.labelled import ImageFolder
-from .data.loader import Batch, batches
+from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
 from .data.source import Source
 from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .feature_cache import FeatureCache
-from .flops import flops_per_sample, peak_flops
+from .flops import StepCosts
 from .loading import restore
 from .objective import Objective
 from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
 from .report import Report
+from .skipped import SkipList
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
 ONE_REQUEST_SECONDS = 5.0
-NAMED = 5  # skipped samples of a step in a line of the log
+NAMED = 5  # skipped samples in a line of the log
 
 
 class Diverged(RuntimeError):
@@ -65,15 +67,6 @@ class Progress:
     best: float = -math.inf
 
 
-@dataclass(frozen=True)
-class Told:
-    """What ranks tell each other before a step: rows of all, samples that were skipped, a signal that asks to leave."""
-
-    rows: int
-    bad: list[tuple[str, str]]
-    signal: int
-
-
 class Trainer:
     """A run: everything that lives from its first step to its last."""
 
@@ -90,7 +83,7 @@ class Trainer:
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
         self.total_steps = options.steps or options.epochs * self.steps_per_epoch
-        self.order = Order(self.source.shards, seed=config.run.seed, resampled=config.data.dataset_resampled)
+        self._check_memory()
 
         if self.source.texts_only:  # nothing goes through it
             self.towers.lock_image()
@@ -106,17 +99,29 @@ class Trainer:
         self.cache: FeatureCache | None = None
         if config.model.feature_cache is not None and not self.source.texts_only:
             self.cache = FeatureCache.of(config.model.feature_cache, self.towers, options.precision)
-        self.flops = flops_per_sample(self.towers, texts_only=self.source.texts_only)
-        self.peak_flops = peak_flops(world.device, options.precision)
+        self.costs = StepCosts(self.towers, world, options.precision, texts_only=self.source.texts_only)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
         self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
         self.report = Report.silent()
-        self.named: set[str] = set()  # bad samples that the log has named
+        self.skips = SkipList(folder / "skipped.jsonl")
         if resume is not None:
             self._restore(checkpoint.load(resume), resume)
         self._agree()
+
+    def _check_memory(self) -> None:
+        """Of a batch and the next, which is made meanwhile. Absurd sizes would fill it slowly."""
+        batch_size, image = self.config.optimization.global_batch_size, self.towers.preprocessing
+        pixels = 0 if self.source.texts_only else image.channels * image.size**2
+        row = pixels + 2 * self.towers.tokenizer(["a"]).nbytes
+        needed = 2 * (batch_size // self.world.size * row + batch_size * 16)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise ValueError(
+                f"--global-batch-size must leave room for two batches in memory, got {batch_size}, which takes "
+                f"{needed / 2**30:.0f} of {there / 2**30:.0f} GiB on each of {self.world.size} ranks."
+            )
 
     def _agree(self) -> None:
         """Ranks that train on different data, or from different weights, would do so without a word."""
@@ -143,26 +148,25 @@ class Trainer:
         self._introduce()
         encoder = self._wrapped_encoder()
         self.towers.train()
-        with leaving_when_asked() as asked:
+        with leaving_when_asked() as asked, closing(self._batches()) as loaded:
             self._evaluate_and_save(leaving=False)  # what a run that was asked to leave has left undone
             started = time.perf_counter()
-            for batch in self._batches():
+            for batch in loaded:
                 data_seconds = time.perf_counter() - started
-                told = self._tell(batch, asked)
-                values = self._step(encoder, batch, told)
-                self.progress.step += 1
-                values |= self._costs(told, data_seconds, time.perf_counter() - started)
-                self.report.step(self.progress.step, values)
+                facts, values = self._step(encoder, batch, max(asked, default=0))
+                values |= self.costs(facts.rows, data_seconds, time.perf_counter() - started)
+                self.report.step(self.progress.step, values | self._progress_values())
                 if self._diverged:
                     raise Diverged(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
                         "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
                         "checkpoint with a lower --lr, --grad-clip-norm, or --precision amp_bf16 for amp."
                     )
-                self._evaluate_and_save(leaving=told.signal > 0)
-                if told.signal:
-                    self.report.say(f"{signal.Signals(told.signal).name}: left after step {self.progress.step}, saved.")
-                    return told.signal
+                self._evaluate_and_save(leaving=facts.signal > 0)
+                if facts.signal:
+                    name = signal.Signals(facts.signal).name
+                    self.report.say(f"{name}: left after step {self.progress.step}, saved.")
+                    return facts.signal
                 started = time.perf_counter()
         if self.progress.skipped_samples:
             self.report.warn(f"bad samples were skipped {self.progress.skipped_samples} times in all")
@@ -179,51 +183,64 @@ class Trainer:
             return encoder
         return DistributedDataParallel(encoder, gradient_as_bucket_view=True)
 
-    def _batches(self) -> Iterator[Batch]:
-        return batches(
-            self.source,
-            make_prepare(self.towers, self.config, train=True, cache=self.cache),
-            self.order,
-            batch_size=self.config.optimization.global_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            workers=self.config.data.workers,
-            first_step=self.progress.step,
-            last_step=self.total_steps,
-            pin_memory=self.world.device.type == "cuda",
-        )
+    @property
+    def _order(self) -> Order:
+        """One for each thread: it remembers where it is."""
+        return Order(self.source.shards, seed=self.config.run.seed, resampled=self.config.data.dataset_resampled)
 
-    def _tell(self, batch: Batch, asked: list[int]) -> Told:
-        everyones = self.world.gather([len(batch.ids), batch.bad, max(asked, default=0)])
-        rows, bad, signals = zip(*everyones, strict=True)
-        told = Told(sum(rows), [(name, reason) for each in bad for name, reason in each], max(signals))
-        self.progress.samples += told.rows
-        self.progress.skipped_samples += len(told.bad)
-        if new := [bad for bad in told.bad if bad[0] not in self.named]:
-            names = ", ".join(f"{name} ({reason})" for name, reason in new[:NAMED])
-            more = f", and {len(new) - NAMED} more" if len(new) > NAMED else ""
-            self.report.warn(f"step {batch.step + 1}: skipped bad samples: {names}{more}")
-            self.named |= {name for name, _ in new}
-        return told
+    def _batches(self) -> Generator[RankBatch, None, None]:
+        requests = Requests(
+            self._order,
+            self.config.optimization.global_batch_size,
+            self.world.rank,
+            self.world.size,
+            self.progress.step,
+            self.total_steps,
+            self.skips.lost,
+        )
+        prepare = make_prepare(self.towers, self.config, train=True, cache=self.cache)
+        return batches(self.source, prepare, requests, workers=self.config.data.workers, device=self.world.device)
 
     # ---- a step
 
-    def _step(self, encoder: nn.Module, batch: Batch, told: Told) -> Figures:
+    def _step(self, encoder: nn.Module, batch: RankBatch, signal: int) -> tuple[StepFacts, Figures]:
         """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
         options, step = self.config.optimization, self.progress.step
+        self.skips.note(batch)
+        mine = StepFacts(
+            rows=len(batch.ids),
+            skipped=len(batch.bad),
+            unlisted=len(self.skips.new),
+            nonfinite=self.progress.nonfinite_in_a_row > 0,
+            signal=signal,
+        )
+        read_facts = exchange(self.world, mine)
         lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
         values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
-        if told.rows:
+        if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
-        self._count_nonfinite(values, told)
-        return {**values, "train/lr": lr, "train/logit_scale": scale}
+        facts = read_facts()
+        self._list_skipped(facts)
+        self._count(values, facts)
+        return facts, {**values, "train/lr": lr, "train/logit_scale": scale}
 
-    def _descend(self, encoder: nn.Module, batch: Batch) -> Figures:
+    def _list_skipped(self, facts: StepFacts) -> None:
+        """In the log and in skipped.jsonl, where there are new ones on any rank."""
+        if facts.unlisted:
+            new = [entry for entries in self.world.gather(self.skips.new) for entry in entries]
+            self.skips.new.clear()
+            names = ", ".join(f"{entry['name']} ({entry['reason']})" for entry in new[:NAMED])
+            more = f", and {len(new) - NAMED} more" if len(new) > NAMED else ""
+            self.report.warn(f"step {self.progress.step + 1}: skipped bad samples: {names}{more}")
+            if self.world.rank == 0:
+                self.skips.write(new)
+
+    def _descend(self, encoder: nn.Module, batch: RankBatch) -> Figures:
         options = self.config.optimization
         statistics = [buffer.clone() for buffer in self.running_statistics]
         self.optimizer.zero_grad()
@@ -241,7 +258,7 @@ class Trainer:
             "train/accuracy": accuracy.item(),
             "train/grad_norm": norm.item(),
         }
-        if all(self.world.gather(is_finite(values))):
+        if is_finite(values):  # of the loss over all ranks, and of the gradients that they share: the same on each
             if options.grad_clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, options.grad_clip_norm, norm)
             self.scaler.step(self.optimizer)
@@ -255,40 +272,43 @@ class Trainer:
         self.scaler.update()
         return values
 
-    def _count_nonfinite(self, values: Figures, told: Told) -> None:
-        if is_finite(values):
-            self.progress.nonfinite_in_a_row = 0
-            return
-        self.progress.nonfinite_steps += 1
-        self.progress.nonfinite_in_a_row += 1
-        step, loss, norm = self.progress.step + 1, values["train/loss"], values["train/grad_norm"]
-        what = f"loss {loss}, gradient norm {norm}" if told.rows else "none of its samples could be read"
-        self.report.warn(
-            f"step {step}: {what}: nothing was learned from it, on any rank "
-            f"({self.progress.nonfinite_in_a_row} in a row, {self.progress.nonfinite_steps} in all). Its samples are "
-            "in nonfinite.jsonl."
-        )
-        _, indices = self.order.of_step(self.progress.step, self.config.optimization.global_batch_size)
-        self.report.not_finite(step, values, [self.source.name(index) for index in indices.tolist()])
+    def _count(self, values: Figures, facts: StepFacts) -> None:
+        if facts.nonfinite not in (0, self.world.size):
+            raise RuntimeError(
+                f"train: step {self.progress.step} must be finite on all ranks or on none, got {facts.nonfinite} of "
+                f"{self.world.size} on which it was not: their weights differ now. Look for a faulty device, and "
+                "resume from the last checkpoint."
+            )
+        progress, names = self.progress, []
+        if not is_finite(values):
+            _, indices = self._order.of_step(progress.step, self.config.optimization.global_batch_size)
+            names = [self.source.name(index) for index in indices.tolist()]
+        progress.step += 1
+        progress.samples += facts.rows
+        progress.skipped_samples += facts.skipped
+        progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if names else 0
+        if names:
+            progress.nonfinite_steps += 1
+            loss, norm = values["train/loss"], values["train/grad_norm"]
+            what = f"loss {loss}, gradient norm {norm}" if facts.rows else "none of its samples could be read"
+            self.report.warn(
+                f"step {progress.step}: {what}: nothing was learned from it, on any rank "
+                f"({progress.nonfinite_in_a_row} in a row, {progress.nonfinite_steps} in all). Its samples are in "
+                "nonfinite.jsonl."
+            )
+            self.report.not_finite(progress.step, values, names)
+
+    def _progress_values(self) -> Figures:
+        return {
+            "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
+            "train/samples": self.progress.samples,
+            "train/skipped_samples": self.progress.skipped_samples,
+            "train/nonfinite_steps": self.progress.nonfinite_steps,
+        }
 
     @property
     def _diverged(self) -> bool:
         return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
-
-    def _costs(self, told: Told, data_seconds: float, seconds: float) -> Figures:
-        flops = self.flops * told.rows / self.world.size / seconds
-        return {
-            "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
-            "train/samples": self.progress.samples,
-            "train/samples_per_second": told.rows / seconds,
-            "train/data_seconds": data_seconds,
-            "train/step_seconds": seconds,
-            "train/tflops_per_second": flops / 1e12,
-            **({} if self.peak_flops is None else {"train/mfu": flops / self.peak_flops}),
-            "train/memory_mib": peak_mib(self.world.device),
-            "train/skipped_samples": self.progress.skipped_samples,
-            "train/nonfinite_steps": self.progress.nonfinite_steps,
-        }
 
     # ---- now and then
 
@@ -452,13 +472,6 @@ def is_finite(values: Figures) -> bool:
 def stable_seed(*numbers: int) -> int:
     """63 bits of all of them, in their order."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
-
-
-def peak_mib(device: torch.device) -> float:
-    """The most memory that there was at a time: of the device's allocator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from dataclasses import replace
 from ..config import Data
 from .labelled import TEMPLATES as TEMPLATES
 from .labelled import ImageFolder as ImageFolder
-from .loader import Batch as Batch
+from .loader import RankBatch as RankBatch
+from .loader import Requests as Requests
 from .loader import batches as batches
 from .order import Order as Order
 from .pairs import TextPairs as TextPairs

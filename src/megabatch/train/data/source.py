@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr, NamedTuple, Protocol
+from typing import IO, Any, AnyStr, Protocol
 
 import torch
 from PIL import Image
@@ -19,7 +19,8 @@ class BadSample(Exception):
     """A sample that cannot be used. The text is the kind of reason, the same for all samples of that kind."""
 
 
-class Lost(NamedTuple):
+@dataclass(frozen=True)
+class Lost:
     """A sample that the machine failed on, and may not fail on again: a replay of its step has to leave it out too.
 
     Attributes:

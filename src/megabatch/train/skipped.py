@@ -1,0 +1,54 @@
+"""skipped.jsonl: the samples that a run left out. A line of JSON each, with the first step that it was left out of.
+
+A sample that is bad is bad each time. One that was lost, because it killed its worker or the disk failed, might be read
+by a replay of its step: that takes it from here, and leaves it out too.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .data.loader import RankBatch
+
+Entry = dict[str, Any]
+
+
+class SkipList:
+    """Of a run, as all ranks read it when they start. `lost` has reasons, by position and number of the sample."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.lost: dict[tuple[int, int], str] = {}
+        self._names: set[str] = set()
+        self.new: list[Entry] = []  # on this rank, not in the file yet
+        content = path.read_bytes() if path.exists() else b""
+        self._ends_in_line = bool(content) and not content.endswith(b"\n")  # which a killed run left unfinished
+        for line in content.splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                self._remember(json.loads(line))
+
+    def _remember(self, entry: Entry) -> None:
+        self._names.add(entry["name"])
+        if "position" in entry:
+            self.lost[entry["position"], entry["index"]] = entry["reason"]
+
+    def note(self, batch: RankBatch) -> None:
+        """What is skipped in a batch for the first time."""
+        found = [{"step": batch.step + 1, **asdict(lost)} for lost in batch.lost]
+        found += [{"step": batch.step + 1, "name": name, "reason": reason} for name, reason in batch.bad]
+        for entry in found:
+            if "position" in entry or entry["name"] not in self._names:
+                self._remember(entry)
+                self.new.append(entry)
+
+    def write(self, entries: Iterable[Entry]) -> None:
+        """To the disk, before a checkpoint is that knows of them."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("\n" * self._ends_in_line + "".join(json.dumps(entry) + "\n" for entry in entries))
+            file.flush()
+            os.fsync(file.fileno())
+        self._ends_in_line = False
