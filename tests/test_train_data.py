@@ -28,29 +28,17 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from megabatch.train.config import Data
-from megabatch.train.data import (
-    BadSample,
-    ImageFolder,
-    Order,
-    Prepare,
-    RankBatch,
-    Requests,
-    Sample,
-    Shard,
-    Shards,
-    Source,
-    Table,
-    TextPairs,
-    batches,
-    loader,
-    open_source,
-    tars,
-    workers,
-)
+from megabatch.train.data import loader, open_source, tars, workers
 from megabatch.train.data import prepare as prepare_module
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
-from megabatch.train.data.labelled import read_templates
-from megabatch.train.data.source import Lost, OpenFiles, Strings
+from megabatch.train.data.labelled import ImageFolder, read_templates
+from megabatch.train.data.loader import RankBatch, Requests, batches
+from megabatch.train.data.order import Order
+from megabatch.train.data.pairs import TextPairs
+from megabatch.train.data.prepare import Prepare
+from megabatch.train.data.shards import Shards
+from megabatch.train.data.source import BadSample, Lost, OpenFiles, Sample, Shard, Source, Strings
+from megabatch.train.data.tables import Table
 from megabatch.train.preprocessing import Preprocessing, random_box, to_tensor
 
 from .ranks import PATIENCE, LoggedLines
@@ -1179,10 +1167,12 @@ def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(monkeypatch, w
     monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
     found = load(FailingDisk(20, {3: 3, 11: 1}), workers=workers, batch_size=20, last_step=1)
     assert_same(found, load(Pictures(20), batch_size=20, last_step=1))
-    (batch,) = load(FailingDisk(20, {3: 99, 11: 3}), workers=workers, batch_size=20, last_step=1)
-    assert batch.bad == [("sample 3", "disk error, 4 times: Input/output error")]
-    position = Order([Shard(0, 20)], seed=0).of_step(0, 20)[1].tolist().index(3)
-    assert batch.lost == [Lost(position, 3, *batch.bad[0])]
+    failing = {3: 99, 7: 99, 11: 3, 12: 99, 13: 99}
+    (batch,) = load(FailingDisk(20, failing), workers=workers, batch_size=20, last_step=1)
+    order, reason = Order([Shard(0, 20)], seed=0).of_step(0, 20)[1].tolist(), "disk error, 4 times: Input/output error"
+    expected = [Lost(order.index(sample), sample, f"sample {sample}", reason) for sample in (3, 7, 12, 13)]
+    assert sorted(batch.lost, key=lambda lost: lost.index) == expected
+    assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in expected)
 
 
 def test_a_disk_that_fails_all_the_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

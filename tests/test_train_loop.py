@@ -14,7 +14,7 @@ from torch import nn
 
 from megabatch import callers, cli
 from megabatch.train import checkpoint, control, loop
-from megabatch.train.flops import flops_per_sample, peak_flops
+from megabatch.train.costs import flops_per_sample, peak_flops
 from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
 

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 
+from ..distributed.world import World
 from .config import Config
 from .data.loader import RankBatch
 from .data.prepare import Prepare
@@ -85,6 +87,17 @@ class Encoder(nn.Module):
             return encoder(rows if transform is None else transform(rows))
         features: Tensor = mb.chunked(encoder, rows, chunk_size=self.chunk_size, transform=transform, device=device)
         return features
+
+
+def make_encoder(towers: Towers, config: Config, world: World, *, texts_only: bool) -> nn.Module:
+    """To train with: compiled where that is asked for, with gradients that all ranks share."""
+    options = config.optimization
+    rows = min(options.chunk_size, -(-options.global_batch_size // world.size))
+    encoder = Encoder(towers, rows, texts_only=texts_only)
+    if config.model.torchcompile:
+        for part in towers.compiled_parts():
+            part.compile()
+    return encoder if world.group is None else DistributedDataParallel(encoder, gradient_as_bucket_view=True)
 
 
 def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureCache | None = None) -> Prepare:

@@ -9,9 +9,9 @@ from ..distributed.world import joined
 from . import checkpoint
 from .command import device_of
 from .config import Config, Optimization, Run, from_mapping
+from .data import open_classes, open_held_out
 from .data.labelled import ImageFolder
 from .data.source import Source
-from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
 from .loading import find_checkpoint, restored_towers

@@ -4,9 +4,7 @@ A step is a function of the weights, the seed and its number: its samples, their
 are drawn anew from (seed, step). So a run that died goes on from its last checkpoint as if nothing had been.
 """
 
-import hashlib
 import math
-import os
 import signal
 import time
 from collections.abc import Generator, Iterator
@@ -19,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
@@ -29,18 +26,27 @@ from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import Config, to_mapping
 from .control import StepFacts, exchange
+from .costs import StepCosts, check_memory
+from .data import open_classes, open_held_out, open_train
 from .data.labelled import ImageFolder
 from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
 from .data.source import Source
-from .datasets import open_classes, open_held_out, open_train
-from .encoding import Encoder, make_prepare
+from .encoding import make_encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .feature_cache import FeatureCache
-from .flops import StepCosts
+from .introduction import introduce
 from .loading import restore
 from .objective import Objective
-from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
+from .optimization import (
+    autocast,
+    is_finite,
+    learning_rate,
+    make_optimizer,
+    make_scaler,
+    running_statistics,
+    stable_seed,
+)
 from .report import Report
 from .skipped import SkipList
 from .towers import Towers, make_towers
@@ -83,7 +89,7 @@ class Trainer:
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
         self.total_steps = options.steps or options.epochs * self.steps_per_epoch
-        self._check_memory()
+        check_memory(self.towers, options.global_batch_size, world, texts_only=self.source.texts_only)
 
         if self.source.texts_only:  # nothing goes through it
             self.towers.lock_image()
@@ -110,19 +116,6 @@ class Trainer:
             self._restore(checkpoint.load(resume), resume)
         self._agree()
 
-    def _check_memory(self) -> None:
-        """Of a batch and the next, which is made meanwhile. Absurd sizes would fill it slowly."""
-        batch_size, image = self.config.optimization.global_batch_size, self.towers.preprocessing
-        pixels = 0 if self.source.texts_only else image.channels * image.size**2
-        row = pixels + 2 * self.towers.tokenizer(["a"]).nbytes
-        needed = 2 * (batch_size // self.world.size * row + batch_size * 16)
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            raise ValueError(
-                f"--global-batch-size must leave room for two batches in memory, got {batch_size}, which takes "
-                f"{needed / 2**30:.0f} of {there / 2**30:.0f} GiB on each of {self.world.size} ranks."
-            )
-
     def _agree(self) -> None:
         """Ranks that train on different data, or from different weights, would do so without a word."""
         held_out = None if self.held_out is None else len(self.held_out)
@@ -145,8 +138,8 @@ class Trainer:
     def run(self, report: Report) -> int:
         """Until the last step, which returns 0, or until a signal asks to leave, which returns its number."""
         self.report = report
-        self._introduce()
-        encoder = self._wrapped_encoder()
+        introduce(self)
+        encoder = make_encoder(self.towers, self.config, self.world, texts_only=self.source.texts_only)
         self.towers.train()
         with leaving_when_asked() as asked, closing(self._batches()) as loaded:
             self._evaluate_and_save(leaving=False)  # what a run that was asked to leave has left undone
@@ -172,17 +165,6 @@ class Trainer:
             self.report.warn(f"bad samples were skipped {self.progress.skipped_samples} times in all")
         return 0
 
-    def _wrapped_encoder(self) -> nn.Module:
-        options = self.config.optimization
-        rows = min(options.chunk_size, -(-options.global_batch_size // self.world.size))
-        encoder = Encoder(self.towers, rows, texts_only=self.source.texts_only)
-        if self.config.model.torchcompile:
-            for part in self.towers.compiled_parts():
-                part.compile()
-        if self.world.group is None:
-            return encoder
-        return DistributedDataParallel(encoder, gradient_as_bucket_view=True)
-
     @property
     def _order(self) -> Order:
         """One for each thread: it remembers where it is."""
@@ -207,13 +189,8 @@ class Trainer:
         """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
         options, step = self.config.optimization, self.progress.step
         self.skips.note(batch)
-        mine = StepFacts(
-            rows=len(batch.ids),
-            skipped=len(batch.bad),
-            unlisted=len(self.skips.new),
-            nonfinite=self.progress.nonfinite_in_a_row > 0,
-            signal=signal,
-        )
+        before = self.progress.nonfinite_in_a_row > 0
+        mine = StepFacts(len(batch.ids), len(batch.bad), len(self.skips.new), before, signal)
         read_facts = exchange(self.world, mine)
         lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
@@ -312,26 +289,18 @@ class Trainer:
 
     # ---- now and then
 
-    @property
-    def _val_steps(self) -> int:
-        options = self.config.evaluation
-        return options.val_steps or options.val_frequency * self.steps_per_epoch
-
-    @property
-    def _save_steps(self) -> int:
-        options = self.config.run
-        return options.save_steps or options.save_frequency * self.steps_per_epoch
-
-    def _due(self, interval: int) -> bool:
-        step = self.progress.step
+    def _due(self, steps: int | None, epochs: int) -> bool:
+        """What is done every so many steps or, where that is not given, epochs; and after the last step."""
+        step, interval = self.progress.step, steps or epochs * self.steps_per_epoch
         return step > 0 and (step == self.total_steps or (interval > 0 and step % interval == 0))
 
     def _evaluate_and_save(self, *, leaving: bool) -> None:
         """Where either is due. Who is asked to leave saves, and evaluates when the run goes on."""
-        best = False
-        if self.cache is not None and (leaving or self._due(self.steps_per_epoch)):
+        best, val, run = False, self.config.evaluation, self.config.run
+        if self.cache is not None and (leaving or self._due(None, epochs=1)):
             self.cache.flush()
-        if not leaving and self._due(self._val_steps) and self.progress.evaluated < self.progress.step:
+        val_due = self._due(val.val_steps, val.val_frequency) and self.progress.evaluated < self.progress.step
+        if val_due and not leaving:
             try:
                 best = self._evaluate()
             except Exception:
@@ -339,7 +308,7 @@ class Trainer:
                     self.save()
                 raise
         # Weights that give no finite loss must not push out those that did.
-        due = self._due(self._save_steps) and not self.progress.nonfinite_in_a_row
+        due = self._due(run.save_steps, run.save_frequency) and not self.progress.nonfinite_in_a_row
         if best or leaving or (due and self.progress.step > self.saved):
             self.save(best)
 
@@ -419,59 +388,6 @@ class Trainer:
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
         self.figures = kept["figures"]
         self.resumed = (path, kept["ranks"], kept["config"])
-
-    def _introduce(self) -> None:
-        report, options = self.report, self.config.optimization
-        count = sum(parameter.numel() for parameter in self.parameters)
-        report.say(
-            f"{len(self.source)} samples, {options.global_batch_size} a step, {self.steps_per_epoch} steps an epoch, "
-            f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
-            f"{count / 1e6:.1f}M"
-        )
-        if options.global_batch_size > len(self.source):
-            report.warn(
-                f"--global-batch-size {options.global_batch_size} is more than there are samples: they come "
-                f"{options.global_batch_size / len(self.source):.1f} times in a step, and an epoch is a step"
-            )
-        if self.running_statistics and (self.world.size > 1 or options.chunk_size < options.global_batch_size):
-            report.warn(
-                "the towers have batch norms, which know the rows of their rank and chunk alone: the run depends on "
-                "the number of ranks and on --chunk-size"
-            )
-        if warmup_steps(options, self.total_steps) > self.total_steps:
-            report.warn(f"--warmup {options.warmup} is longer than the run: --lr {options.lr} is never reached")
-        for source in (self.source, self.held_out):
-            problems: dict[str, int] = getattr(source, "problems", {})
-            for reason, times in problems.items():
-                report.warn(f"left out when the data was opened: {times} × {reason}")
-        if self.resumed is None:
-            return
-        path, ranks, config = self.resumed
-        report.say(f"resumed from {path.name} after step {self.progress.step}")
-        if self.progress.step >= self.total_steps:
-            report.say(f"all {self.total_steps} steps are done. More --steps or --epochs go on.")
-        if ranks != self.world.size:
-            report.warn(f"there were {ranks} ranks, now there are {self.world.size}: the last bits will differ")
-        now = to_mapping(self.config)
-        for section, before in config.items():
-            for name, value in before.items():
-                if section != "run" and now[section].get(name) != value:
-                    report.warn(f"--{name.replace('_', '-')} was {value}, now it is {now[section].get(name)}")
-
-
-def running_statistics(module: nn.Module) -> list[torch.Tensor]:
-    """What a forward in training changes: batch norms'."""
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-
-
-def is_finite(values: Figures) -> bool:
-    return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
-
-
-def stable_seed(*numbers: int) -> int:
-    """63 bits of all of them, in their order."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager

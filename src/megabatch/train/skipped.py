@@ -38,12 +38,11 @@ class SkipList:
 
     def note(self, batch: RankBatch) -> None:
         """What is skipped in a batch for the first time."""
-        found = [{"step": batch.step + 1, **asdict(lost)} for lost in batch.lost]
-        found += [{"step": batch.step + 1, "name": name, "reason": reason} for name, reason in batch.bad]
-        for entry in found:
+        lost = [asdict(lost) for lost in batch.lost if (lost.position, lost.index) not in self.lost]
+        for entry in [*lost, *({"name": name, "reason": reason} for name, reason in batch.bad)]:
             if "position" in entry or entry["name"] not in self._names:
                 self._remember(entry)
-                self.new.append(entry)
+                self.new.append({"step": batch.step + 1, **entry})
 
     def write(self, entries: Iterable[Entry]) -> None:
         """To the disk, before a checkpoint is that knows of them."""

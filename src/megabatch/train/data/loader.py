@@ -16,7 +16,7 @@ from torch import Tensor
 from .order import Order
 from .prepare import Piece, Prepare
 from .source import Lost, Source
-from .workers import InProcess, Request, Worker, WorkerDied
+from .workers import InProcess, Request, Row, Worker, WorkerDied
 
 _PIECE = 256  # samples
 
@@ -58,13 +58,13 @@ class Requests:
             start, stop = (rank * len(indices) // self.world_size for rank in (self.rank, self.rank + 1))
             # A rank without rows has one piece, which is empty.
             for begin in range(start, max(stop, start + 1), _PIECE):
-                end = min(begin + _PIECE, stop)
-                positions = list(range(step * self.batch_size + begin, step * self.batch_size + end))
-                of_piece = positions, passes[begin:end].tolist(), indices[begin:end].tolist()
-                request = Request(step, stop - start, end == stop, *of_piece)
-                for key in self.lost.keys() & set(zip(positions, request.indices, strict=True)) if self.lost else ():
-                    row = request.positions.index(key[0])
-                    request = request.without(row, source.name(key[1]), self.lost[key])
+                piece, first = slice(begin, min(begin + _PIECE, stop)), step * self.batch_size + begin
+                numbered = zip(passes[piece].tolist(), indices[piece].tolist(), strict=True)
+                rows = [Row(position, *each) for position, each in enumerate(numbered, start=first)]
+                request = Request(step, stop - start, piece.stop == stop, rows)
+                for row in rows if self.lost else ():
+                    if reason := self.lost.get((row.position, row.sample)):
+                        request = request.without(row, source.name(row.sample), reason)
                 yield request
             step += 1
 
@@ -149,7 +149,7 @@ class _Assembly:
         self._rooms: dict[str, Tensor] = {}
         for name in ("first", "second", "ids"):
             like = getattr(piece, name)
-            shape = (request.rows, *like.shape[1:])
+            shape = (request.planned, *like.shape[1:])
             self._rooms[name] = torch.empty(shape, dtype=like.dtype, pin_memory=pin_memory)
         self._filled = dict.fromkeys(self._rooms, 0)
         self._parts: dict[str, list[Tensor]] = {}  # of what has any number of rows
@@ -169,10 +169,11 @@ class _Assembly:
         for name in ("negatives", "negative_ids", "keys", "known", "features"):
             if (tensor := getattr(piece, name)) is not None:
                 self._parts.setdefault(name, []).append(tensor.clone())
-        self._bad += [*request.bad, *piece.bad]
+        rows = request.rows
+        for number, name, reason in piece.unread:
+            request = request.without(rows[number], name, reason)
         self._lost += request.lost
-        for row, name, reason in piece.unread:
-            self._lost.append(Lost(request.positions[row], request.indices[row], name, reason))
+        self._bad += [*((lost.name, lost.reason) for lost in request.lost), *piece.bad]
 
     def batch(self) -> RankBatch:
         joined: dict[str, Any] = {name: torch.cat(parts) for name, parts in self._parts.items()}

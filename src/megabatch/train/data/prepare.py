@@ -32,7 +32,7 @@ class Piece:
         second: Tokens of captions or positives, `[n, length]`.
         ids: `[n]`: equal for rows that are not each other's negatives; labels, where samples have them.
         bad: Name of each sample that was left out, and the reason.
-        unread: Which of those the disk failed on: number among the samples asked for, name and reason.
+        unread: Those that were left out because the disk failed: number among the samples asked for, name and reason.
         negatives: Tokens of all rows' negatives, or of their further captions, `[k, length]`; None where the source
             never has any.
         negative_ids: `[k]`: equal to the id of a row with that text; of a further caption, that of its row.
@@ -98,9 +98,10 @@ class Prepare:
                     images.append(self._pixels(sample, number, index))
             except BadSample as reason:
                 name = source.name(index)
-                bad.append((name, str(reason)))
-                if isinstance(reason, _Unread):
-                    unread.append((row, name, str(reason)))
+                if not isinstance(reason, _Unread):
+                    bad.append((name, str(reason)))
+                    continue
+                unread.append((row, name, str(reason)))
                 if len(unread) > _MOST_UNREAD:
                     raise OSError(
                         f"{name}: {reason}, as with {_MOST_UNREAD} samples before. Look at the disk."

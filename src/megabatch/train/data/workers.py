@@ -1,4 +1,4 @@
-"""Processes that prepare samples. A process may be killed by what it reads; what it was reading is known."""
+"""Processes that prepare samples. What kills a process is known: the sample that it was at."""
 
 import logging
 import multiprocessing
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing  # by which tensors pass through pipes
@@ -25,30 +25,46 @@ _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOGGER = logging.getLogger("megabatch")
 
 
+class Row(NamedTuple):
+    """Of a batch: its place in the stream of samples, the number of the pass, and that of the sample."""
+
+    position: int
+    number: int
+    sample: int
+
+
 @dataclass(frozen=True)
 class Request:
-    """Samples to prepare.
-
-    Attributes:
-        rows: What the rank's part of the step is planned to have in all.
-        last: Of its step.
-        positions: In the stream of samples, of each.
-        bad, lost: Those that are left out already.
-    """
+    """Rows to prepare. `planned` is how many the rank's part of the step has in all; `last` of those it is."""
 
     step: int
-    rows: int
+    planned: int
     last: bool
-    positions: list[int]
-    passes: list[int]
-    indices: list[int]
-    bad: tuple[tuple[str, str], ...] = ()
+    rows: list[Row]
     lost: tuple[Lost, ...] = ()
 
-    def without(self, row: int, name: str, reason: str) -> "Request":
-        columns = {"positions": self.positions, "passes": self.passes, "indices": self.indices}
-        left: dict[str, Any] = {each: [*values[:row], *values[row + 1 :]] for each, values in columns.items()}
-        return replace(self, **left, bad=(*self.bad, (name, reason)))
+    def without(self, row: Row, name: str, reason: str) -> "Request":
+        lost = Lost(row.position, row.sample, name, reason)
+        return replace(self, rows=[each for each in self.rows if each != row], lost=(*self.lost, lost))
+
+
+class InProcess:
+    """A worker that is this process. `pending` are the requests that it was sent, and has not answered."""
+
+    def __init__(self, source: Source, prepare: Prepare) -> None:
+        self.source, self.prepare = source, prepare
+        self.pending: deque[Request] = deque()
+
+    def send(self, request: Request) -> None:
+        self.pending.append(request)
+
+    def receive(self) -> tuple[Request, Piece]:
+        """The oldest request, and what it asked for."""
+        request = self.pending.popleft()
+        return request, self.prepare(self.source, *_passes_and_samples(request))
+
+    def end(self) -> None:
+        pass
 
 
 class WorkerDied(Exception):
@@ -59,63 +75,42 @@ class WorkerDied(Exception):
         self.worker = worker
 
 
-class InProcess:
-    """A worker that is this process."""
-
-    def __init__(self, source: Source, prepare: Prepare) -> None:
-        self.source, self.prepare = source, prepare
-        self.pending: deque[Request] = deque()
-
-    def send(self, request: Request) -> None:
-        self.pending.append(request)
-
-    def receive(self) -> tuple[Request, Piece]:
-        """The next request that was sent, and what it asked for."""
-        request = self.pending.popleft()
-        return request, self.prepare(self.source, request.passes, request.indices)
-
-    def end(self) -> None:
-        pass
-
-
 class Worker(InProcess):
-    """A process of its own. It is forked, so that no source is copied, where that is safe.
-
-    It leaves signals to the trainer: they are sent to all processes of a run.
-    """
+    """A process of its own. It leaves signals to the trainer: they are sent to all processes of a run."""
 
     def __init__(self, source: Source, prepare: Prepare) -> None:
         super().__init__(source, prepare)
-        self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self._deaths = 0
         self._start()
 
     def _start(self) -> None:
-        self._position = self._context.RawValue("q", -1)
-        self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(  # type: ignore[attr-defined]
-            target=_work, args=(theirs, self._position, self.source, self.prepare), daemon=True
-        )
+        # A fork copies no source, however large its index. It is safe where threads are as few as on Linux.
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._position = context.RawValue("q", -1)
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._position, self.source, self.prepare)
+        self._process = context.Process(target=_work, args=arguments, daemon=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self.end = Finalize(None, _end, (self._process,), exitpriority=1)  # type: ignore[method-assign]
+        self._end = Finalize(None, _end, (self._process,), exitpriority=1)
+
+    def end(self) -> None:
+        self._end()
 
     def send(self, request: Request) -> None:
         super().send(request)
         self._pipe.send(request)
 
     def receive(self) -> tuple[Request, Piece]:
-        """Raises WorkerDied, and what the preparation raised. Call it again after a restart."""
+        """Raises WorkerDied, after whose restart it can be called again, and what the preparation raised."""
         patience = SLOW_SECONDS
         while not self._pipe.poll(patience):  # which a dead process ends, too
-            _LOGGER.warning(
-                "data: worker %d is alive and slow: %.0f s without an answer, at %s",
-                *(self._process.pid, patience, self._sample()[1] or "no sample"),
-            )
+            said = (self._process.pid, patience, self._at()[1])
+            _LOGGER.warning("data: worker %d is alive and slow: %.0f s without an answer, at %s", *said)
             patience *= 2
         try:
             piece = self._pipe.recv()
@@ -124,46 +119,46 @@ class Worker(InProcess):
             if self._process.is_alive():
                 raise
             raise WorkerDied(self) from None
-        if isinstance(piece, tuple):
+        if not isinstance(piece, Piece):
             error, trace = piece
             raise error from RuntimeError(f"in a data worker:\n{trace}")
         self._deaths = 0
         return self.pending.popleft(), piece
 
-    def _sample(self) -> tuple[int, str]:
-        """Position and name of what the process is at, or was at when it died."""
-        position = self._position.value
-        for request in self.pending:
-            if position in request.positions:
-                return position, self.source.name(request.indices[request.positions.index(position)])
-        return -1, ""
+    def _at(self) -> tuple[Row | None, str]:
+        """What the process is at, or was at when it died."""
+        rows = (row for request in self.pending for row in request.rows if row.position == self._position.value)
+        row = next(rows, None)
+        return row, "no sample" if row is None else self.source.name(row.sample)
 
     def restart(self) -> None:
         """After its death: another process, for what is left to do."""
-        code, (position, name) = self._process.exitcode, self._sample()
+        code, (row, name) = self._process.exitcode, self._at()
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        _LOGGER.warning("data: worker %d was %s at %s; restarted", self._process.pid, cause, name or "no sample")
+        _LOGGER.warning("data: worker %d was %s at %s; restarted", self._process.pid, cause, name)
         self._deaths += 1
-        if self._deaths > _MOST_DEATHS or (self._deaths > 2 and not name):
+        if self._deaths > (2 if row is None else _MOST_DEATHS):
             raise RuntimeError(
-                f"data: workers must live, but {self._deaths} in a row were {cause} over the same piece of a batch"
-                f"{f', the last at {name}' if name else ''}. Is there enough memory (SIGKILL), and shared memory "
-                "(SIGBUS: /dev/shm)? Lower --workers."
+                f"data: workers must live, but {self._deaths} in a row were {cause} over the same piece of a batch, "
+                f"the last at {name}. Is there enough memory (SIGKILL), and shared memory (SIGBUS: /dev/shm)? Lower "
+                "--workers."
             )
         pending, self.pending = self.pending, deque()
         self._pipe.close()
         self._start()
         for request in pending:
-            if position in request.positions:
-                row, reason = request.positions.index(position), f"its worker was {cause}"
-                lost = Lost(position, request.indices[row], name, reason)
-                request = replace(request.without(row, name, reason), lost=(*request.lost, lost))
+            if row is not None and row in request.rows:
+                request = request.without(row, name, f"its worker was {cause}")
             self.send(request)
 
 
 def _end(process: Any) -> None:
     process.kill()
     process.join()
+
+
+def _passes_and_samples(request: Request) -> tuple[list[int], list[int]]:
+    return [row.number for row in request.rows], [row.sample for row in request.rows]
 
 
 def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> None:
@@ -175,7 +170,7 @@ def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> 
             continue
         request = pipe.recv()
         try:
-            piece = prepare(source, request.passes, _noting(request, position))
+            piece = prepare(source, _passes_and_samples(request)[0], _noting(request, position))
         except Exception as error:
             pipe.send((error, traceback.format_exc()))
         else:
@@ -184,6 +179,7 @@ def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> 
 
 def _noting(request: Request, position: Any) -> Iterator[int]:
     """The samples, one after the other; `position` is that of the one in work."""
-    for position.value, index in zip(request.positions, request.indices, strict=True):
-        yield index
+    for row in request.rows:
+        position.value = row.position
+        yield row.sample
     position.value = -1

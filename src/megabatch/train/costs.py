@@ -1,5 +1,6 @@
 """What a training step costs: its work, what share of the device's peak that is, and memory."""
 
+import os
 import resource
 
 import torch
@@ -30,6 +31,19 @@ class StepCosts:
             **({} if self._peak is None else {"train/mfu": flops / self._peak}),
             "train/memory_mib": peak_mib(self._world.device),
         }
+
+
+def check_memory(towers: Towers, batch_size: int, world: World, *, texts_only: bool) -> None:
+    """Of a batch, and of the next, which is made meanwhile. Absurd sizes would fill it slowly."""
+    image = towers.preprocessing
+    row = 2 * towers.tokenizer(["a"]).nbytes + (0 if texts_only else image.channels * image.size**2)
+    needed = 2 * (batch_size // world.size * row + batch_size * 16)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ValueError(
+            f"--global-batch-size must leave room for two batches in memory, got {batch_size}, which takes "
+            f"{needed / 2**30:.0f} of {there / 2**30:.0f} GiB on each of {world.size} ranks."
+        )
 
 
 @torch.no_grad()
