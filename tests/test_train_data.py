@@ -5,14 +5,17 @@ import errno
 import faulthandler
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import queue
 import re
 import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import warnings
 import zlib
@@ -1058,6 +1061,42 @@ def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 1
     assert "given up" in ended.stderr
+
+
+def test_the_next_batch_is_put_together_beside_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the trainer holds the first and asks for nothing."""
+    made: queue.Queue[tuple[int, threading.Thread]] = queue.Queue()
+    original = loader._Loader.next_batch
+
+    def next_batch(self: loader._Loader) -> RankBatch | None:
+        batch = original(self)
+        assert batch is not None
+        made.put((batch.step, threading.current_thread()))
+        return batch
+
+    monkeypatch.setattr(loader._Loader, "next_batch", next_batch)
+    iterator = endless()
+    assert next(iterator).step == 0
+    for step in range(2):
+        assert made.get(timeout=PATIENCE)[0] == step
+    assert next(iterator).step == 1
+    assert made.get(timeout=PATIENCE)[1] is not threading.main_thread()
+
+
+class Unpicklable(Pictures):
+    def __reduce__(self) -> Any:
+        raise TypeError("copied")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere forks are not safe")
+def test_workers_share_the_index_whatever_python_s_default_is() -> None:
+    """From 3.14 on it is a server, to which an index of gigabytes would be sent once per worker."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        assert_same(load(Unpicklable(8), workers=2), load(Pictures(8)))
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 class Deadly(Pictures):

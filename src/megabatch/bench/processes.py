@@ -87,7 +87,7 @@ class Runner:
 
 @contextmanager
 def runner(device: str) -> Iterator[Runner]:
-    with joined(device, control_group=True) as world:
+    with joined(device) as world:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
         yield Runner(str(world.device) if world.size > 1 else device, world)
@@ -145,7 +145,7 @@ def _child(device: str, patience: float | None, function: Callable[..., R], args
         os.environ["GLOO_SOCKET_IFNAME"] = measure.LOOPBACK
         if patience is not None:
             dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
-    with joined(device, control_group=True) as world:
+    with joined(device) as world:
         result = function(world, *args)
         world.wait()  # nobody hangs up while another still works
         return result

@@ -17,7 +17,7 @@ from .batch import Batch
 from .modules import is_compiled, modules_of, parameters_of, uncompiled
 from .nested import Name
 from .outputs import Gathered, selected
-from .replay import Call
+from .replay import ChunkedCall
 from .shards import Shards
 from .state import Buffers
 from .tokens import cut_by_tokens
@@ -107,7 +107,7 @@ def chunked(
     place = _device_of(modules) if device is None else torch.device(device)
     buffers = Buffers(modules, copied=torch.is_grad_enabled())
     encode = lambda *args, **kwargs: selected(inner(*args, **kwargs), select)  # noqa: E731
-    call = Call(encode, batch, bounds, place, _devices(modules, batch, place), buffers, sharded)
+    call = ChunkedCall(encode, batch, bounds, place, _devices(modules, batch, place), buffers, sharded)
     gathered = Gathered(batch.rows, bounds, batch.pad_to)
     ddp.check_calls(inner, modules, module, call)
 

@@ -18,13 +18,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from .modules import parameters_of
-from .replay import Call
+from .replay import ChunkedCall
 
 Outputs = tuple[Tensor, ...]
 
 # Outputs whose backward is still to come, by wrapper.
-_earlier: WeakKeyDictionary[DistributedDataParallel, list[tuple[ref[Call], list[ref[Tensor]]]]] = WeakKeyDictionary()
-_unwrapped: WeakSet[Call] = WeakSet()  # whose parameters nobody else waited for
+_earlier: WeakKeyDictionary[DistributedDataParallel, list[tuple[ref[ChunkedCall], list[ref[Tensor]]]]] = (
+    WeakKeyDictionary()
+)
+_unwrapped: WeakSet[ChunkedCall] = WeakSet()  # whose parameters nobody else waited for
 
 
 class _Run(nn.Module):
@@ -48,7 +50,7 @@ def unwrapped(encoder: Any, module: nn.Module | None) -> tuple[Any, nn.Module | 
     return encoder, module
 
 
-def within_forward(ddp: DistributedDataParallel, run: Callable[[], Outputs], call: Call) -> Outputs:
+def within_forward(ddp: DistributedDataParallel, run: Callable[[], Outputs], call: ChunkedCall) -> Outputs:
     """The outputs of `run`, which becomes a forward of the wrapper, unless that is running already."""
     if ddp in _running():
         return run()
@@ -83,7 +85,7 @@ def _running() -> list[Any]:
     return found
 
 
-def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | None, call: Call) -> None:
+def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | None, call: ChunkedCall) -> None:
     """Before the forward: that nobody waits in vain for a gradient of the parameters that can be seen."""
     if any(hasattr(parameter, "ds_tensor") for parameter in parameters_of(modules)):
         raise ValueError(
@@ -111,7 +113,7 @@ def check_calls(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | 
         _unwrapped.add(call)
 
 
-def check_seen(modules: Sequence[nn.Module], call: Call) -> None:
+def check_seen(modules: Sequence[nn.Module], call: ChunkedCall) -> None:
     """After the forward: that all parameters it used can be seen, and have been checked."""
     if not _has_ranks() or call.sharded:
         return

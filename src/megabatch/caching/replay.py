@@ -28,7 +28,7 @@ from .state import Autocast, Buffers, Randomness, versions
 from .transfer import Transfer
 
 
-class Call:
+class ChunkedCall:
     """One call of an encoder in chunks.
 
     Attributes:

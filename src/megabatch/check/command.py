@@ -73,7 +73,7 @@ def _device(word: str) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    with joined(options.device, control_group=True) as world:
+    with joined(options.device) as world:
         try:
             return Check(world, options).run()
         except Exception as error:

@@ -51,7 +51,7 @@ class World:
 
 
 @contextmanager
-def joined(device: str, *, control_group: bool = False) -> Iterator[World]:
+def joined(device: str, *, control_group: bool = True) -> Iterator[World]:
     """The group of torchrun's ranks, or the one there is already, or this process alone.
 
     Args:

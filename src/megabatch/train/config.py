@@ -237,7 +237,7 @@ class Option:
             return len(value) > 0
         return bool(
             math.isfinite(value)
-            and abs(value) < 2**63  # more than any counter has
+            and (self.kind is float or abs(value) < 2**63)  # which counters hold
             and value >= self.rules.get("at_least", value)
             and value <= self.rules.get("at_most", value)
             and ("above" not in self.rules or value > self.rules["above"])

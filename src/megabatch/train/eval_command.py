@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
                 f"neither, and {config.model.model} has none of its own."
             )
         device = device_of(config)
-    with joined(device) as world:
+    with joined(device, control_group=False) as world:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
