@@ -53,7 +53,6 @@ from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
 ONE_REQUEST_SECONDS = 5.0
-NAMED = 5  # skipped samples in a line of the log
 
 
 class Diverged(RuntimeError):
@@ -149,7 +148,7 @@ class Trainer:
                 facts, values = self._step(encoder, batch, max(asked, default=0))
                 values |= self.costs(facts.rows, data_seconds, time.perf_counter() - started)
                 self.report.step(self.progress.step, values | self._progress_values())
-                if self._diverged:
+                if self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite:
                     raise Diverged(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
                         "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
@@ -171,17 +170,11 @@ class Trainer:
         return Order(self.source.shards, seed=self.config.run.seed, resampled=self.config.data.dataset_resampled)
 
     def _batches(self) -> Generator[RankBatch, None, None]:
-        requests = Requests(
-            self._order,
-            self.config.optimization.global_batch_size,
-            self.world.rank,
-            self.world.size,
-            self.progress.step,
-            self.total_steps,
-            self.skips.lost,
-        )
-        prepare = make_prepare(self.towers, self.config, train=True, cache=self.cache)
-        return batches(self.source, prepare, requests, workers=self.config.data.workers, device=self.world.device)
+        config, world, first, last = self.config, self.world, self.progress.step, self.total_steps
+        size = config.optimization.global_batch_size
+        requests = Requests(self._order, size, world.rank, world.size, first, last, self.skips.lost)
+        prepare = make_prepare(self.towers, config, train=True, cache=self.cache)
+        return batches(self.source, prepare, requests, workers=config.data.workers, device=world.device)
 
     # ---- a step
 
@@ -202,20 +195,10 @@ class Trainer:
             torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
         facts = read_facts()
-        self._list_skipped(facts)
+        if facts.unlisted:
+            self.report.warn(f"step {step + 1}: skipped bad samples: {self.skips.write_new(self.world)}")
         self._count(values, facts)
         return facts, {**values, "train/lr": lr, "train/logit_scale": scale}
-
-    def _list_skipped(self, facts: StepFacts) -> None:
-        """In the log and in skipped.jsonl, where there are new ones on any rank."""
-        if facts.unlisted:
-            new = [entry for entries in self.world.gather(self.skips.new) for entry in entries]
-            self.skips.new.clear()
-            names = ", ".join(f"{entry['name']} ({entry['reason']})" for entry in new[:NAMED])
-            more = f", and {len(new) - NAMED} more" if len(new) > NAMED else ""
-            self.report.warn(f"step {self.progress.step + 1}: skipped bad samples: {names}{more}")
-            if self.world.rank == 0:
-                self.skips.write(new)
 
     def _descend(self, encoder: nn.Module, batch: RankBatch) -> Figures:
         options = self.config.optimization
@@ -282,10 +265,6 @@ class Trainer:
             "train/skipped_samples": self.progress.skipped_samples,
             "train/nonfinite_steps": self.progress.nonfinite_steps,
         }
-
-    @property
-    def _diverged(self) -> bool:
-        return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
 
     # ---- now and then
 

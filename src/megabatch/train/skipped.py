@@ -6,14 +6,15 @@ by a replay of its step: that takes it from here, and leaves it out too.
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..distributed.world import World
 from .data.loader import RankBatch
 
+NAMED = 5  # in a line of the log
 Entry = dict[str, Any]
 
 
@@ -44,10 +45,15 @@ class SkipList:
                 self._remember(entry)
                 self.new.append({"step": batch.step + 1, **entry})
 
-    def write(self, entries: Iterable[Entry]) -> None:
-        """To the disk, before a checkpoint is that knows of them."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" * self._ends_in_line + "".join(json.dumps(entry) + "\n" for entry in entries))
-            file.flush()
-            os.fsync(file.fileno())
-        self._ends_in_line = False
+    def write_new(self, world: World) -> str:
+        """Of all ranks, to the disk, before a checkpoint is that knows of them. Returns some of their names."""
+        new = [entry for entries in world.gather(self.new) for entry in entries]
+        self.new = []
+        if world.rank == 0:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._ends_in_line + "".join(json.dumps(entry) + "\n" for entry in new))
+                file.flush()
+                os.fsync(file.fileno())
+            self._ends_in_line = False
+        names = ", ".join(f"{entry['name']} ({entry['reason']})" for entry in new[:NAMED])
+        return names + (f", and {len(new) - NAMED} more" if len(new) > NAMED else "")
