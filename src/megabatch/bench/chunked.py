@@ -185,7 +185,10 @@ class Encoding:
 def ours(task: Task) -> Step:
     def step() -> Tensor:
         return task.descend(
-            [megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare) for tower, x in task.sides]
+            [
+                megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare, module=tower)
+                for tower, x in task.sides
+            ]
         )
 
     return task.step(step)

@@ -121,8 +121,9 @@ class Training:
 
         if chunk is None:
             return [self.towers.encode_image(pixels(self.images)), self.towers.encode_text(self.tokens)]
-        image = megabatch.chunked(self.towers.encode_image, self.images, chunk_size=chunk, transform=pixels)
-        return [image, megabatch.chunked(self.towers.encode_text, self.tokens, chunk_size=chunk)]
+        options = {"chunk_size": chunk, "module": self.towers}
+        image = megabatch.chunked(self.towers.encode_image, self.images, transform=pixels, **options)
+        return [image, megabatch.chunked(self.towers.encode_text, self.tokens, **options)]
 
 
 @dataclass

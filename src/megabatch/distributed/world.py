@@ -19,7 +19,8 @@ class World:
     """This process, rank `rank` of `size`, and the device it computes on.
 
     Attributes:
-        control_group: The same ranks, apart from the group that the work goes through, to talk about it.
+        control_group: The same ranks, apart from the group that the work goes through, to talk about it; None: that
+            group itself.
         in_step: A call on the group ended the same way on all ranks, so another may follow.
     """
 
@@ -50,22 +51,28 @@ class World:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
-    """The group of torchrun's ranks, or the one there is already, or this process alone."""
+def joined(device: str, *, control_group: bool = True) -> Iterator[World]:
+    """The group of torchrun's ranks, or the one there is already, or this process alone.
+
+    Args:
+        control_group: Make one, a mesh of connections on the CPU, for programs that go on after a call failed.
+    """
     place = torch.device(device)
+    patience = PATIENCE if control_group else LONGER
     starting = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if starting:
         if place.type == "cuda":
             place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(place)
-            dist.init_process_group("nccl", timeout=PATIENCE, device_id=place)
+            dist.init_process_group("nccl", timeout=patience, device_id=place)
         else:
-            dist.init_process_group("gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", timeout=patience)
     if not (dist.is_available() and dist.is_initialized()):
         yield World(place)
         return
-    control_group = dist.new_group(backend="gloo", timeout=LONGER)
+    apart = dist.new_group(backend="gloo", timeout=LONGER) if control_group else None
     try:
-        yield World(place, dist.get_rank(), dist.get_world_size(), control_group)
+        yield World(place, dist.get_rank(), dist.get_world_size(), apart)
     finally:
-        dist.destroy_process_group(None if starting else control_group)
+        if starting or apart is not None:
+            dist.destroy_process_group(None if starting else apart)

@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     with usage_errors("train"):
         config = _read(given_flags(options))
         device = device_of(config)
-    with joined(device) as world:
+    with joined(device, control_group=False) as world:
         with usage_errors("train"):
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
             config = replace(config, run=replace(config.run, name=folder.name))
