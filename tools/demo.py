@@ -259,8 +259,8 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     from megabatch.train import checkpoint
     from megabatch.train.checkpoint import Checkpoints
     from megabatch.train.config import from_mapping
+    from megabatch.train.data import open_held_out
     from megabatch.train.data.icons import Icons
-    from megabatch.train.datasets import open_held_out
     from megabatch.train.encoding import Encoder, make_prepare
     from megabatch.train.towers import make_towers
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +122,7 @@ class Training:
 
         if chunk is None:
             return [self.towers.encode_image(pixels(self.images)), self.towers.encode_text(self.tokens)]
-        options = {"chunk_size": chunk, "module": self.towers}
+        options: dict[str, Any] = {"chunk_size": chunk, "module": self.towers}
         image = megabatch.chunked(self.towers.encode_image, self.images, transform=pixels, **options)
         return [image, megabatch.chunked(self.towers.encode_text, self.tokens, **options)]
 
