@@ -80,11 +80,11 @@ def check_wrapper(encoder: Any, modules: Sequence[nn.Module], module: nn.Module 
         or dist.get_world_size() == 1
     ):
         return
-    reduced = {id(parameter) for wrapper in _running() for parameter in wrapper.parameters()}
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    once_per_chunk = any(isinstance(each, DistributedDataParallel) for each in modules)
-    never = module is None and any(id(p) not in reduced for p in trained) if trained else module is None and not reduced
-    if once_per_chunk or never:
+    running = _running()
+    reduced = {id(parameter) for wrapper in running for parameter in wrapper.parameters()}
+    is_hidden = not modules and not running  # the encoder's parameters, if it has any
+    is_outside = is_hidden or any(p.requires_grad and id(p) not in reduced for p in parameters)
+    if any(isinstance(each, DistributedDataParallel) for each in modules) or (module is None and is_outside):
         name = getattr(encoder, "__name__", "forward")
         raise ValueError(
             "chunked: where several ranks train, encoder must be called by the forward of the module that "
