@@ -123,7 +123,6 @@ class Task:
         return loss.detach()
 
     def step(self, function: Callable[[], Tensor]) -> Step:
-
         def step() -> Tensor:
             loss = function()
             average((parameter for _, parameter in self.parameters()), self.world)
@@ -157,15 +156,11 @@ class Encoding:
     shape: Shape = Shape()
     device: str = "cpu"
     ranks: int = 1
-    dtype: str = "float32"
+    torch_dtype = torch.float32
 
     @property
     def scale(self) -> float:
         return LOSSES[TASKS[self.task]].scale
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32
 
     def few(self, multiple: int = 1) -> "Encoding":
         """Three chunks, the last of them smaller."""
@@ -321,15 +316,7 @@ CONTENDERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["pairs", "towers"], help="what is trained")
-    parser.add_argument(
-        "--rows",
-        type=flags.positive,
-        nargs="+",
-        default=[1024],
-        metavar="N",
-        help="rows of the batch, on all ranks together",
-    )
-    parser.add_argument("--chunk", type=flags.positive, default=64, metavar="C", help="rows encoded at a time")
+    flags.add_rows(parser, [1024], chunk=64)
     words = {
         "width": "width of towers and features",
         "layers": "layers of a tower",
