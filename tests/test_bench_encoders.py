@@ -38,6 +38,53 @@ def test_every_way_to_encode_in_chunks_gives_the_same_gradients(task):
         assert trial.fault(case, contender, [results(made, work)]) == "", contender.name
 
 
+def test_texts_have_lengths_of_real_texts_up_to_the_context():
+    case = Encoding("texts", 200, 32, replace(SHAPE, context=128))
+    for (_, texts), (_, again) in zip(case.work(HERE).sides, case.work(HERE).sides, strict=True):
+        lengths = texts.ne(chunked.PADDING).sum(1)
+        assert torch.equal(texts, again)
+        assert lengths.min() > 0
+        assert lengths.max() == texts.shape[1] <= 128
+        assert lengths.float().mean() < 100
+        assert all(row[:length].ne(chunked.PADDING).all() for row, length in zip(texts, lengths, strict=True))
+
+
+def test_chunk_tokens_encodes_fewer_tokens_in_chunks_that_are_no_larger():
+    work = Encoding("texts", 200, 32, replace(SHAPE, context=128)).work(HERE)
+    tower, texts = work.sides[0]
+    sizes: list[int] = []
+    tower.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
+    chunked.ours(work)()
+    padded, largest = sum(sizes), max(sizes)
+    assert largest == 32 * texts.shape[1]
+    sizes.clear()
+    chunked.by_tokens(work)()
+    assert max(sizes) <= largest
+    assert sum(sizes) < 0.75 * padded
+
+
+def test_padding_that_is_cut_off_changes_no_feature():
+    torch.manual_seed(0)
+    tower = chunked.Tower(SHAPE, images=False).double()
+    texts = torch.randint(1, SHAPE.vocabulary, (4, SHAPE.context))
+    texts[:, 5:] = chunked.PADDING
+    torch.testing.assert_close(tower(texts), tower(texts[:, :5]))
+
+
+def test_texts_are_longer_by_default(monkeypatch):
+    shapes: dict[str, Shape] = {}
+
+    def hold(name: str, options: Any, where: Any, cases: Any, *_: Any, **__: Any) -> int:
+        shapes.update({case.task: case.shape for case in cases})
+        return 0
+
+    monkeypatch.setattr(chunked, "hold", hold)
+    assert main(["chunked", "--tasks", "pairs", "texts"]) == 0
+    assert {task: shape.context for task, shape in shapes.items()} == {"pairs": 32, "texts": 128}
+    assert main(["chunked", "--tasks", "pairs", "texts", "--context", "16"]) == 0
+    assert {task: shape.context for task, shape in shapes.items()} == {"pairs": 16, "texts": 16}
+
+
 @pytest.mark.usefixtures("inline")
 def test_a_wrong_gradient_in_chunks_gets_no_figures_for_anyone(monkeypatch, tmp_path):
     right = megabatch.chunked

@@ -35,6 +35,7 @@ COMMANDS = {
     "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone open_clip",
     "step": "step --rows 1024 4096 16384",
     "chunked": "chunked --rows 512 --chunk 64",
+    "chunked-texts": "chunked --tasks texts --rows 256 --chunk 32",
     "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0 --contenders megabatch plain",
     "gradients": "gradients",
 }

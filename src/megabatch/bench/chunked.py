@@ -4,9 +4,11 @@ import argparse
 import importlib
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,13 +28,14 @@ from .results import Row, Table, table
 DESCRIPTION = """\
 A training step of transformers with random weights whose batch is encoded chunk by chunk: megabatch.chunked, other
 packages that do so, the same chunks by hand (a forward without a graph, the loss, a second forward and the backward),
-and the batch in one piece. pairs: two texts through one tower, InfoNCE; towers: images and texts, CLIP; vision: images
-against given text features, CLIP. Verified and timed as in `bench loss`; memory is beyond parameters, their gradients
-and the batch. A batch that does not fit in one piece is listed as out of memory.
+and the batch in one piece. pairs: two texts through one tower, InfoNCE; texts: the same, in lengths of real texts;
+towers: images and texts, CLIP; vision: images against given text features, CLIP. Verified and timed as in `bench loss`;
+memory is beyond parameters, their gradients and the batch. What does not fit is listed as out of memory.
 """
-HEADS, CHANNELS = 4, 3
+HEADS, CHANNELS, PADDING = 4, 3, 0
 FEW_ROWS, FEW_CHUNK = 40, 16
-TASKS = {"pairs": "info_nce", "towers": "clip", "vision": "clip"}
+TASKS = {"pairs": "info_nce", "texts": "info_nce", "towers": "clip", "vision": "clip"}
+TEXTS_CONTEXT = 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Shape:
 
 
 class Tower(nn.Module):
-    """[N, channels, side, side] bytes or [N, tokens] integers to features [N, width]."""
+    """[N, channels, side, side] floats or [N, tokens] integers, 0 for padding, to features [N, width]."""
 
     def __init__(self, shape: Shape, images: bool) -> None:
         super().__init__()
@@ -68,12 +71,35 @@ class Tower(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         tokens = self.embed(inputs).flatten(2).transpose(1, 2) if self.images else self.embed(inputs)
-        features: Tensor = self.project(self.blocks(tokens + self.position).mean(dim=1))
+        padding = None if self.images else inputs == PADDING
+        encoded = self.blocks(tokens + self.position[: tokens.shape[1]], src_key_padding_mask=padding)
+        if padding is None:
+            mean = encoded.mean(dim=1)
+        else:
+            mean = encoded.masked_fill(padding[:, :, None], 0).sum(dim=1) / (~padding).sum(dim=1, keepdim=True)
+        features: Tensor = self.project(mean)
         return features
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Images are held as bytes, and made floats as they are encoded."""
         return inputs.to(self.position.dtype).div(127.5).sub(1) if self.images else inputs
+
+
+@cache
+def docstring_lengths() -> list[int]:
+    """Words of the docstrings of torch's public functions and classes: real texts that every machine has."""
+    modules = (torch, torch.nn.functional, torch.Tensor, torch.nn, torch.linalg)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated names
+        public = [getattr(module, name) for module in modules for name in dir(module) if not name.startswith("_")]
+    return sorted(len(one.__doc__.split()) for one in public if callable(one) and isinstance(one.__doc__, str))
+
+
+def cut_to_real_lengths(texts: Tensor) -> Tensor:
+    """As a tokenizer pads a batch: to its longest text."""
+    known = torch.tensor(docstring_lengths())
+    lengths = known[torch.randint(len(known), (len(texts), 1))].clamp(1, texts.shape[1])
+    return texts.masked_fill(torch.arange(texts.shape[1]) >= lengths, PADDING)[:, : lengths.max()]
 
 
 @dataclass
@@ -97,7 +123,6 @@ class Task:
         return loss.detach()
 
     def step(self, function: Callable[[], Tensor]) -> Step:
-
         def step() -> Tensor:
             loss = function()
             average((parameter for _, parameter in self.parameters()), self.world)
@@ -131,15 +156,11 @@ class Encoding:
     shape: Shape = Shape()
     device: str = "cpu"
     ranks: int = 1
-    dtype: str = "float32"
+    torch_dtype = torch.float32
 
     @property
     def scale(self) -> float:
         return LOSSES[TASKS[self.task]].scale
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32
 
     def few(self, multiple: int = 1) -> "Encoding":
         """Three chunks, the last of them smaller."""
@@ -161,17 +182,19 @@ class Encoding:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.rows * 31 + shape.width)
             towers = {"text": Tower(shape, images=False), "image": Tower(shape, images=True)}
-            texts = [torch.randint(shape.vocabulary, (self.rows, shape.context)) for _ in range(2)]
+            texts = [torch.randint(1, shape.vocabulary, (self.rows, shape.context)) for _ in range(2)]
             images = torch.randint(256, (self.rows, CHANNELS, shape.image, shape.image), dtype=torch.uint8)
             features = torch.randn(self.rows, shape.width)
-        named = {"pairs": [("text", texts[0]), ("text", texts[1])], "vision": [("image", images)]}
-        sides = named.get(self.task, [("image", images), ("text", texts[0])])
+            if self.task == "texts":
+                texts = [cut_to_real_lengths(x) for x in texts]
+        pair = [("text", texts[0]), ("text", texts[1])]
+        sides = {"pairs": pair, "texts": pair, "towers": [("image", images), pair[0]], "vision": [("image", images)]}
         share = slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)
         given = (features[share].to(world.device, dtype),) if self.task == "vision" else ()
         for tower in towers.values():
             tower.to(world.device, dtype)
-        scale = torch.tensor(loss.scale, dtype=dtype, device=world.device, requires_grad=self.task != "pairs")
-        placed = [(towers[name], inputs[share].to(world.device)) for name, inputs in sides]
+        scale = torch.tensor(loss.scale, dtype=dtype, device=world.device, requires_grad=loss.name == "clip")
+        placed = [(towers[name], inputs[share].to(world.device)) for name, inputs in sides[self.task]]
         return Task(placed, given, scale, getattr(library, loss.function), self.chunk, world)
 
     def __str__(self) -> str:
@@ -183,15 +206,25 @@ class Encoding:
 
 
 def ours(task: Task) -> Step:
-    def step() -> Tensor:
-        return task.descend(
-            [
-                megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare, module=tower)
-                for tower, x in task.sides
-            ]
+    encode = partial(megabatch.chunked, chunk_size=task.chunk)
+    return task.step(
+        lambda: task.descend([encode(tower, x, transform=tower.prepare, module=tower) for tower, x in task.sides])
+    )
+
+
+def by_tokens(task: Task) -> Step:
+    """As many tokens in the largest chunk as chunks of rows have, padding included."""
+
+    def encode(tower: Tower, texts: Tensor) -> Any:
+        return megabatch.chunked(
+            lambda texts, attention_mask: tower(texts),  # the tower masks padding by itself
+            texts,
+            attention_mask=texts != PADDING,
+            chunk_tokens=task.chunk * texts.shape[1],
+            module=tower,
         )
 
-    return task.step(step)
+    return task.step(lambda: task.descend([encode(*side) for side in task.sides]))
 
 
 def plain(task: Task) -> Step:
@@ -266,13 +299,14 @@ CONTENDERS = {
     one.name: one
     for one in (
         Contender("megabatch", "megabatch.chunked", ours, ALL, "both", ours=True),
+        Contender("tokens", "megabatch.chunked, chunk_tokens", by_tokens, ("texts",), "both", ours=True),
         Contender("by_hand", "forward, forward and backward by hand", by_hand, ALL, "both"),
         Contender("grad_cache", "GradCache", grad_cache, ALL, package="GradCache"),
         Contender(
             "sentence_transformers",
             "sentence-transformers CachedMultipleNegativesRankingLoss",
             sentence_transformers,
-            ("pairs",),
+            ("pairs", "texts"),
             package="sentence-transformers",
         ),
         Contender("plain", "in one piece", plain, ALL, "both"),
@@ -282,37 +316,32 @@ CONTENDERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["pairs", "towers"], help="what is trained")
-    parser.add_argument(
-        "--rows",
-        type=flags.positive,
-        nargs="+",
-        default=[1024],
-        metavar="N",
-        help="rows of the batch, on all ranks together",
-    )
-    parser.add_argument("--chunk", type=flags.positive, default=64, metavar="C", help="rows encoded at a time")
+    flags.add_rows(parser, [1024], chunk=64)
     words = {
         "width": "width of towers and features",
         "layers": "layers of a tower",
         "image": "side of an image, in pixels",
     }
-    words |= {"patch": "side of a patch", "context": "tokens of a text", "vocabulary": "different tokens"}
+    words |= {"patch": "side of a patch", "vocabulary": "different tokens"}
+    words["context"] = f"tokens of a text, at most (default: {Shape.context}; texts: {TEXTS_CONTEXT})"
     for name, default in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=words[name])
+    parser.set_defaults(context=None)
     flags.add_contest(parser, CONTENDERS)
     flags.add_files(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     flags.shrink(options, rows=[96], chunk=32, width=16, layers=1, image=16, context=8, vocabulary=64)
-    shape = Shape(**{name: getattr(options, name) for name in asdict(Shape())})
+    shape = Shape(**{name: getattr(options, name) or default for name, default in asdict(Shape()).items()})
     if shape.width % HEADS or shape.image % shape.patch:
         got = f"{shape.width}, {shape.image} and {shape.patch}"
         print(f"chunked: --width must be a multiple of {HEADS}, --image of --patch, got {got}.", file=sys.stderr)
         return 2
+    shapes = {"texts": replace(shape, context=options.context or TEXTS_CONTEXT)}
     with runner(options.device) as where:
         cases = [
-            Encoding(task, rows, options.chunk, shape, where.device, where.world.size)
+            Encoding(task, rows, options.chunk, shapes.get(task, shape), where.device, where.world.size)
             for task, rows in itertools.product(options.tasks, options.rows)
         ]
         return hold("chunked", options, where, cases, table_of, entrants, base="by_hand")

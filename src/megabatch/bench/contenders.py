@@ -89,8 +89,11 @@ def ours_kept(work: LossWork, **options: Any) -> Step:
 
 def pass_per_direction(work: LossWork, **options: Any) -> Step:
     """Images to texts and texts to images apart, each with a ring of its own, as Ring-CL and Inf-CL have it."""
-    given = {"normalize": False, "group": work.world.group, "exchange": "ring", **options}
-    one_way: Any = partial(megabatch.info_nce_loss, **given)
+    given: Any = {"normalize": False, "group": work.world.group, "exchange": "ring", **options}
+    return both_ways(work, partial(megabatch.info_nce_loss, **given))
+
+
+def both_ways(work: LossWork, one_way: Callable[..., Any]) -> Step:
     return work.step(lambda image, text, scale: (one_way(image, text, scale) + one_way(text, image, scale)) / 2)
 
 
@@ -174,13 +177,7 @@ def inf_cl(work: LossWork) -> Step:
     """Its kernel for one process, once per direction."""
     loss = package("inf_cl").cal_flash_loss
     head_dim = next(size for size in (256, 128, 64, 32, 16) if work.case.width % size == 0 or size == 16)
-
-    def both(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        options = {"scale": scale, "head_dim": head_dim}
-        value: Tensor = (loss(image, text, **options).mean() + loss(text, image, **options).mean()) / 2
-        return value
-
-    return work.step(both)
+    return both_ways(work, lambda query, key, scale: loss(query, key, scale=scale, head_dim=head_dim).mean())
 
 
 def siglip_kernel(work: LossWork) -> Step:
@@ -198,9 +195,7 @@ def cut_cross_entropy(work: LossWork) -> Step:
         value: Tensor = loss((scale * query).to(query.dtype), key, target, impl="torch_compile")
         return value
 
-    if work.case.loss == "info_nce":
-        return work.step(one_way)
-    return work.step(lambda image, text, scale: (one_way(image, text, scale) + one_way(text, image, scale)) / 2)
+    return work.step(one_way) if work.case.loss == "info_nce" else both_ways(work, one_way)
 
 
 def lightly(work: LossWork, **settings: Any) -> Step:
@@ -254,6 +249,7 @@ def grad_cache(work: LossWork, kind: str = "SimpleContrastiveLoss") -> Step:
 
 
 _CLIP, _PAIRS = ("clip",), ("clip", "siglip")
+_KERNELS = {"multiple": 64, "needs": "cuda"}
 _RANKS: dict[str, Any] = {"losses": _CLIP, "on": "ranks", "ours": True}
 _CACHED = partial(cached_stage, module="sentence_transformers.sentence_transformer.losses")
 _DROP_IN = partial(cached_stage, module="megabatch.integrations.sentence_transformers")
@@ -286,10 +282,8 @@ CONTENDERS = {
         Contender("formula", "open_clip's formula", open_clip_formula, _PAIRS, on="both"),
         Contender("disco", "DisCo-CLIP's scheme (sum, not its code's average)", disco, _CLIP, "ranks"),
         Contender("open_clip", "open_clip", open_clip, on="both", **_of("open_clip_torch", *_PAIRS)),
-        Contender("inf_cl", "inf_cl", inf_cl, multiple=64, needs="cuda", **_of("inf_cl", "clip")),
-        Contender(
-            "siglip_kernel", "siglip-kernel", siglip_kernel, multiple=64, needs="cuda", **_of("siglip-kernel", "siglip")
-        ),
+        Contender("inf_cl", "inf_cl", inf_cl, **_of("inf_cl", "clip", **_KERNELS)),
+        Contender("siglip_kernel", "siglip-kernel", siglip_kernel, **_of("siglip-kernel", "siglip", **_KERNELS)),
         Contender(
             "cce",
             "cut-cross-entropy, torch_compile",

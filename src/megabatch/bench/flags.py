@@ -9,7 +9,6 @@ import torch
 
 from .cases import DTYPES
 from .contenders import Contender
-from .trial import Rules
 
 _SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -51,15 +50,15 @@ def png(text: str) -> Path:
     return Path(text)
 
 
+def add_rows(parser: argparse.ArgumentParser, rows: Sequence[int], chunk: int | None = None) -> None:
+    words = "rows of the batch, on all ranks together"
+    parser.add_argument("--rows", type=positive, nargs="+", default=list(rows), metavar="N", help=words)
+    if chunk is not None:
+        parser.add_argument("--chunk", type=positive, default=chunk, metavar="C", help="rows encoded at a time")
+
+
 def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int = 512) -> None:
-    parser.add_argument(
-        "--rows",
-        type=positive,
-        nargs="+",
-        default=list(rows),
-        metavar="N",
-        help="rows of the batch, on all ranks together",
-    )
+    add_rows(parser, rows)
     parser.add_argument("--width", type=positive, nargs="+", default=[width], metavar="D", help="width of the features")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="dtype of the features")
 
@@ -99,10 +98,6 @@ def add_files(parser: argparse.ArgumentParser, plots: bool = True) -> None:
     )
     if plots:
         parser.add_argument("--plot", type=png, metavar="PATH", help="plot time and memory against rows")
-
-
-def rules(options: argparse.Namespace, error_rows: int = 0) -> Rules:
-    return Rules(options.repeats, options.seconds, options.limit, error_rows)
 
 
 def shrink(options: argparse.Namespace, **tiny: Any) -> None:

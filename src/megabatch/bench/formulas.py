@@ -138,9 +138,7 @@ CHUNKED: dict[str, LossFunction] = {
 
 
 def _clip_formula(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    target = _range(image)
-    per_image, per_text = scale * image @ text.T, scale * text @ image.T
-    return (F.cross_entropy(per_image, target) + F.cross_entropy(per_text, target)) / 2
+    return local_rows(_range(image), image, text, image, text, scale)
 
 
 def _siglip_formula(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

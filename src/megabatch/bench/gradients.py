@@ -10,24 +10,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..distributed.world import World
-from . import flags
+from . import contenders, flags
 from .cases import LOSSES, Case, LossWork, Results, Step, results
-from .contenders import (
-    PACKAGES,
-    CannotRun,
-    Contender,
-    NotInstalled,
-    grad_cache,
-    lightly,
-    metric_learning,
-    open_clip,
-    ours,
-    package,
-    sentence_transformers,
-)
+from .contenders import PACKAGES, CannotRun, Contender, NotInstalled
 from .processes import Failed, Runner, launch, runner
 from .session import Session
 from .trial import combined
@@ -47,43 +34,38 @@ HEAD = ("", "gradient", "cosine", "logit_scale", "value", "uneven")
 def inf_cl_ring(work: LossWork) -> Step:
     """Its ring in plain torch: the one with kernels needs CUDA."""
     try:
-        ring = package("inf_cl").cal_ring_loss
+        ring = contenders.package("inf_cl").cal_ring_loss
     except ImportError as error:
         raise CannotRun(f"needs {error.name}") from None
-
-    def both(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        options = {"scale": scale, "head_dim": image.shape[1]}
-        value: Tensor = (ring(image, text, **options) + ring(text, image, **options)) / 2
-        return value
-
-    return work.step(both)
+    width = work.case.width
+    return contenders.both_ways(work, lambda query, key, scale: ring(query, key, scale=scale, head_dim=width))
 
 
 def _settings() -> Iterator[Contender]:
     for reduction, name in product(("mean", "sum"), LOSSES):
         title = f"megabatch {name}_loss" + (', grad_reduction="sum"' if reduction == "sum" else "")
-        made: Any = partial(ours, grad_reduction=reduction)
+        made: Any = partial(contenders.ours, grad_reduction=reduction)
         yield Contender(title, "", made, (name,), package="megabatch", ours=True, grad_reduction=reduction)
     for local, grad in product((False, True), repeat=2):
         title = f"open_clip ClipLoss, local_loss={local}, gather_with_grad={grad}"
-        made = partial(open_clip, local_loss=local, gather_with_grad=grad)
+        made = partial(contenders.open_clip, local_loss=local, gather_with_grad=grad)
         yield Contender(title, "", made, ("clip",), package="open_clip_torch")
     for way in ("bidir", "shift", "reduce", "gather"):
-        made = partial(open_clip, dist_impl=way)
+        made = partial(contenders.open_clip, dist_impl=way)
         yield Contender(f"open_clip SigLipLoss, dist_impl={way}", "", made, ("siglip",), package="open_clip_torch")
     both: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     for loss, words, more in (("info_nce", "one direction", {}), ("clip", "both directions", both)):
         title = f"sentence-transformers MultipleNegativesRankingLoss, {words}, gather_across_devices"
-        made = partial(sentence_transformers, gather_across_devices=True, **more)
+        made = partial(contenders.sentence_transformers, gather_across_devices=True, **more)
         yield Contender(title, "", made, (loss,), package="sentence-transformers", normalizes=True)
     for (loss, kind), efficient in product((("nt_xent", "NTXentLoss"), ("supcon", "SupConLoss")), (False, True)):
         title = f"pytorch-metric-learning {kind}, DistributedLossWrapper(efficient={efficient})"
-        made = partial(metric_learning, efficient=efficient)
+        made = partial(contenders.metric_learning, efficient=efficient)
         yield Contender(title, "", made, (loss,), package="pytorch-metric-learning", normalizes=True)
-    made = partial(lightly, gather_distributed=True)
+    made = partial(contenders.lightly, gather_distributed=True)
     title = "lightly NTXentLoss, gather_distributed"
     yield Contender(title, "", made, ("nt_xent",), package="lightly", normalizes=True)
-    made = partial(grad_cache, kind="DistributedContrastiveLoss")
+    made = partial(contenders.grad_cache, kind="DistributedContrastiveLoss")
     yield Contender("GradCache DistributedContrastiveLoss", "", made, ("info_nce",), package="GradCache")
     yield Contender("inf_cl cal_ring_loss, both directions", "", inf_cl_ring, ("clip",), package="inf_cl")
 

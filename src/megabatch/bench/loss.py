@@ -13,7 +13,7 @@ from .contenders import CONTENDERS, PACKAGES, Contender
 from .processes import Runner, runner
 from .results import Row, Table, healthy, over, row_of, table
 from .session import Session
-from .trial import Parts, contest
+from .trial import Parts, Rules, contest
 
 DESCRIPTION = """\
 Time and peak memory of a training step through a loss, forward and backward with all gradients, of megabatch and other
@@ -73,7 +73,7 @@ def hold(
         print(f"{name}: --rows must be multiples of the number of ranks, got {got}.", file=sys.stderr)
         return 2
     known = [(entrants_of or entrants)(case, options.contenders) for case in cases]
-    rules = flags.rules(options, getattr(options, "error_rows", 0))
+    rules = Rules(options.repeats, options.seconds, options.limit, getattr(options, "error_rows", 0))
     with Session(name, options, where, sum(len(one) + 1 for one in known), PACKAGES) as session:
         for case, contenders in zip(cases, known, strict=True):
             rows = contest(case, contenders, rules, where, session.reached, parts)

@@ -62,8 +62,7 @@ def _beyond(options: argparse.Namespace, limit: int) -> int:
             print("paper: --tables largest must start its own ranks. Run it without torchrun.", file=sys.stderr)
             return 2
         ranks = ring.ranks_of(options, where)
-        jobs = [(size, name) for size in ranks for name in options.contenders]
-        with Session("paper", options, where, len(jobs)) as session:
+        with Session("paper", options, where, len(ranks) * len(options.contenders)) as session:
             for size in ranks:
                 case = Case("clip", size * FIRST_ROWS, options.width[0], options.dtype[0], where.device, size)
                 body = []

@@ -44,7 +44,7 @@ def _kind(case: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} {case[name]}" for name in differing)
 
 
-def draw(panels: Mapping[str, Curves], title: str, path: Path, limit_bytes: int | None = None) -> None:
+def draw(panels: Mapping[str, Curves], title: str, path: Path) -> None:
     """A line of two plots for each of the panels: time, and memory. Needs matplotlib."""
     import matplotlib
 
@@ -64,8 +64,6 @@ def draw(panels: Mapping[str, Curves], title: str, path: Path, limit_bytes: int 
                 known = [(rows, value) for rows, value in values if value]
                 if known:
                     plot.plot(*zip(*known, strict=True), label=label, **looks[label])
-        if limit_bytes is not None:
-            memory.axhline(limit_bytes / 2**20, color="0.4", linestyle=":", label="limit of the process")
         ticks = sorted({rows for points in curves.values() for rows, _, _ in points})
         for plot, label in ((time, "seconds per step, median"), (memory, "peak beyond inputs and gradients, MiB")):
             plot.set(xscale="log", yscale="log", xlabel="rows of the batch, N", ylabel=label, title=name)

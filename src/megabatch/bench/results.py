@@ -75,8 +75,7 @@ def over(row: Row, base: Row | None) -> Ratio | None:
     if base is None or not row.seconds or not base.seconds:
         return None
     ratios = _measurement([own / its for own, its in zip(row.seconds, base.seconds, strict=True)])
-    median = ratios.median
-    return Ratio(median, ratios._p25, ratios._p75)
+    return Ratio(ratios.median, ratios._p25, ratios._p75)
 
 
 def _measurement(values: Sequence[float]) -> Measurement:

@@ -29,14 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int] = (2, 4)) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=flags.positive,
-        nargs="+",
-        default=list(default),
-        metavar="n",
-        help="numbers of ranks; under torchrun, those of torchrun",
-    )
+    words = "numbers of ranks; under torchrun, those of torchrun"
+    parser.add_argument("--ranks", type=flags.positive, nargs="+", default=list(default), metavar="n", help=words)
 
 
 def main(options: argparse.Namespace, name: str = "ring") -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,21 +128,12 @@ class Training:
         return [image, megabatch.chunked(self.towers.encode_text, self.tokens, **options)]
 
 
-@dataclass
-class _AsFunction:
-    """What makes the loss contenders of `bench loss` give their function instead of a step."""
-
-    case: Case
-    world: World
-
-    def step(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return function
-
-
 def step(training: Training, loss: str, chunked: bool) -> Step:
     setting, world = training.setting, training.world
     case = Case("clip", setting.rows, 1, device=setting.device, ranks=setting.ranks)
-    function: Callable[..., Tensor] = LOSS_CONTENDERS[loss].make(_AsFunction(case, world))  # type: ignore[assignment]
+    # A contender of `bench loss` makes a step of its function; here it gives the function itself.
+    bare_work = SimpleNamespace(case=case, world=world, step=lambda function: function)
+    function: Callable[..., Tensor] = LOSS_CONTENDERS[loss].make(bare_work)  # type: ignore[assignment]
 
     def take() -> Tensor:
         with record_function("encoders"):
@@ -180,15 +172,7 @@ CONTENDERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", help="towers: tiny, small, or a model of open_clip by name")
-    parser.add_argument(
-        "--rows",
-        type=flags.positive,
-        nargs="+",
-        default=[256, 1024, 4096, 16384],
-        metavar="N",
-        help="rows of the batch, on all ranks together",
-    )
-    parser.add_argument("--chunk", type=flags.positive, default=256, metavar="C", help="rows encoded at a time")
+    flags.add_rows(parser, [256, 1024, 4096, 16384], chunk=256)
     flags.add_contest(parser, CONTENDERS)
     flags.add_files(parser)
 
