@@ -17,7 +17,13 @@ from .ranks import new_process
 
 
 def state(step: int, value: float = 0.0) -> checkpoint.State:
-    return {"global_step": step, "state_dict": {"w": torch.full((3,), value)}, "megabatch": {"config": {}}}
+    kept: dict[str, object] = {name: {} for name in ("config", "progress", "preprocessing", "figures", "data")}
+    return {
+        "global_step": step,
+        "state_dict": {"w": torch.full((3,), value)},
+        "optimizer": {"state": {}, "param_groups": []},
+        "megabatch": {**kept, "ranks": 1, "texts_only": False},
+    }
 
 
 def names(folder: Path) -> list[str]:

@@ -10,10 +10,8 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -36,15 +34,16 @@ from .datasets import open_classes, open_held_out, open_train
 from .encoding import Encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .feature_cache import FeatureCache
+from .fingerprint import difference
 from .flops import flops_per_sample, peak_flops
 from .loading import restore
 from .objective import Objective
 from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
 from .report import Report
+from .signals import leaving_when_asked
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
-ONE_REQUEST_SECONDS = 5.0
 NAMED = 5  # skipped samples of a step in a line of the log
 
 
@@ -77,7 +76,9 @@ class Told:
 class Trainer:
     """A run: everything that lives from its first step to its last."""
 
-    def __init__(self, config: Config, world: World, folder: Path, resume: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, folder: Path, resume: tuple[Path, checkpoint.State] | None = None
+    ) -> None:
         self.config, self.world, self.folder = config, world, folder
         torch.manual_seed(config.run.seed)
         self.towers: Towers = make_towers(
@@ -86,6 +87,8 @@ class Trainer:
         self.source: Source = open_train(config)
         self.held_out: Source | None = open_held_out(config)
         self.classes: ImageFolder | None = open_classes(config)
+        sources = {"train": self.source, "val": self.held_out, "zeroshot": self.classes}
+        self.data = {name: source.fingerprint() for name, source in sources.items() if source is not None}
 
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
@@ -115,16 +118,17 @@ class Trainer:
         self.report = Report.silent()
         self.named: set[str] = set()  # bad samples that the log has named
         if resume is not None:
-            self._restore(checkpoint.load(resume), resume)
+            self._restore(*resume)
         self._agree()
 
     def _agree(self) -> None:
         """Ranks that train on different data, or from different weights, would do so without a word."""
         held_out = None if self.held_out is None else len(self.held_out)
         facts = {
-            "settings": to_mapping(self.config),
             "number of samples": len(self.source),
             "number of validation samples": held_out,
+            "data": self.data,
+            "settings": to_mapping(self.config),
             "step to go on from": self.progress.step,
         }
         for other, theirs in enumerate(self.world.gather(facts)):
@@ -361,6 +365,7 @@ class Trainer:
                 "preprocessing": asdict(self.towers.preprocessing),
                 "texts_only": self.source.texts_only,
                 "figures": self.figures,
+                "data": self.data,
             },
         }
         if self.scaler.is_enabled():
@@ -371,30 +376,39 @@ class Trainer:
         path = self.checkpoints.write(state, is_best=is_best, for_open_clip=for_open_clip)
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
 
-    def _restore(self, state: checkpoint.State, path: Path) -> None:
+    def _restore(self, path: Path, state: checkpoint.State) -> None:
         kept = state["megabatch"]
-        groups = self.optimizer.param_groups
-        saved = state["optimizer"]["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        if (other := difference(kept["data"], self.data)) and not self.config.run.allow_changed_data:
             raise ValueError(
-                f"train: --resume {path} must train what it trained, got another number of parameters. Are --model, "
-                "--lock-image and the kind of data those of its run?"
+                f"train: --resume {path} must find the data that it was trained on, got other data: {other}. Put it "
+                "back, or give --allow-changed-data to go on with what there is now."
             )
+        groups = self.optimizer.param_groups
         # What is asked for counts, not what was: load_state_dict would put the old settings back.
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
+            saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            if [len(group["params"]) for group in groups] != saved:
+                raise ValueError(
+                    "got another number of parameters. Are --model, --lock-image and the kind of data those of its run?"
+                )
             restore(self.towers, state, averaged=False)
             self.optimizer.load_state_dict(state["optimizer"])
             for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(asked)
+            for parameter, values in self.optimizer.state.items():
+                for name, value in values.items():
+                    if value.dim() and value.shape != parameter.shape:
+                        raise ValueError(f"{name} has shape {tuple(value.shape)}, for {tuple(parameter.shape)}")
+                    values[name] = value.clone()  # the checkpoint's own is in its file
             if self.scaler.is_enabled() and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
             if self.average is not None:  # from here on, where the run had none
                 restore(cast(Towers, self.average.module), state)
                 self.average.n_averaged.fill_(1)
-        except (RuntimeError, ValueError, KeyError) as error:
+            self.progress = Progress(**kept["progress"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
-        self.progress = Progress(**kept["progress"])
         self.saved = self.progress.step
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
         self.figures = kept["figures"]
@@ -459,31 +473,3 @@ def peak_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-@contextmanager
-def leaving_when_asked() -> Iterator[list[int]]:
-    """The signals that asked to leave, so far. A second Ctrl-C ends the run at once.
-
-    torchrun hands on to its ranks what they may have got themselves, so one that comes soon after is not a second one;
-    and schedulers repeat SIGTERM, for which there is SIGKILL.
-    """
-    asked: list[int] = []
-    first = -math.inf
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not asked:
-            first = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() > first + ONE_REQUEST_SECONDS:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -20,6 +20,7 @@ import torch
 from braceexpand import braceexpand
 from torch import Tensor
 
+from ..fingerprint import data_line, numbers
 from .images import content_key
 from .source import BadSample, OpenFiles, Sample, Shard, Strings
 
@@ -78,6 +79,10 @@ class Shards:
     @property
     def shards(self) -> Sequence[Shard]:
         return self._shards
+
+    def fingerprint(self) -> list[str]:
+        files = zip(self._paths, self._shards, strict=True)
+        return [data_line(path, at.stop - at.start, numbers(self._places[at.start : at.stop])) for path, at in files]
 
     def _path(self, index: int) -> Path:
         return self._paths[bisect.bisect_right(self._stops, index)]
