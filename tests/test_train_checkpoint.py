@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 
 from megabatch.train import checkpoint
 from megabatch.train.checkpoint import Checkpoints, atomically, load
+from megabatch.train.towers.tiny import TinyTowers
 
 from .ranks import new_process
 
 
 def state(step: int, value: float = 0.0) -> checkpoint.State:
-    kept: dict[str, object] = {name: {} for name in ("config", "progress", "preprocessing", "figures", "data")}
+    kept: dict[str, object] = {name: {} for name in ("config", "progress", "figures", "data")}
+    kept["preprocessing"] = asdict(TinyTowers().preprocessing)
     return {
         "global_step": step,
         "state_dict": {"w": torch.full((3,), value)},

@@ -15,6 +15,9 @@ from typing import IO, Any
 
 import torch
 
+from .config import from_mapping
+from .preprocessing import Preprocessing
+
 State = dict[str, Any]
 
 _WHOLE = re.compile(r"step_(\d+)\.pt")
@@ -101,9 +104,20 @@ def load(path: Path) -> State:
             f"checkpoint: {path} must be one of megabatch's, got one without its settings. Weights of open_clip are "
             "loaded by --pretrained."
         )
-    if wrong := _wrong(state, _CONTENT):
-        raise ValueError(f"checkpoint: {path} must have {wrong}, got none. Take another checkpoint.")
+    if name := _missing(state, _CONTENT):
+        raise ValueError(f"checkpoint: {path} must have {name!r} as megabatch writes it, got none. Take another.")
+    try:
+        _check_values(state["megabatch"])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"checkpoint: {path} must have settings of this version, got {error!r}.") from error
     return state
+
+
+def _check_values(kept: State) -> None:
+    from_mapping(kept["config"])
+    Preprocessing.from_mapping(kept["preprocessing"])
+    if not all(isinstance(lines, list) for lines in kept["data"].values()):
+        raise TypeError("data that has no lines")
 
 
 def _check_sums(path: Path) -> None:
@@ -115,14 +129,11 @@ def _check_sums(path: Path) -> None:
             raise zipfile.BadZipFile(f"{damaged} is damaged")
 
 
-def _wrong(value: Any, content: Any) -> str | None:
-    """The first thing that is missing, or of another type."""
-    if isinstance(content, type):
-        return None if type(value) is content or (content is dict and isinstance(value, dict)) else content.__name__
-    for name, part in content.items():
-        if not isinstance(value, dict) or name not in value or _wrong(value[name], part):
-            return f"{name!r}"
-    return None
+def _missing(value: Any, content: Any, name: str = "") -> str:
+    """The first thing that is not there, or of another type."""
+    if isinstance(content, type) or not isinstance(value, dict):
+        return "" if isinstance(content, type) and isinstance(value, content) else name
+    return next(filter(None, (_missing(value.get(key), part, key) for key, part in content.items())), "")
 
 
 def atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

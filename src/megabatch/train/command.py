@@ -65,6 +65,9 @@ def main(options: argparse.Namespace) -> int:
             except (Diverged, NoSamples) as error:
                 report.warn(str(error))
                 return FAILED
+            except checkpoint.WriteFailed as error:
+                report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
+                return FAILED
     return exit_code(number)
 
 

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with usage_errors("eval"):
-        state = None if options.checkpoint is None else checkpoint.load(find_checkpoint(options.checkpoint))
+        path = None if options.checkpoint is None else find_checkpoint(options.checkpoint)
+        state = None if path is None else checkpoint.load(path)
         base = None if state is None else from_mapping(state["megabatch"]["config"])
         config = read_config(given_flags(options), base=base, training=False)
         if state is None and not has_weights(config.model):
@@ -66,9 +67,10 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
-            towers = (
-                make_towers(config.model, loss=config.loss.loss) if state is None else restored_towers(config, state)
-            )
+            if path is None or state is None:
+                towers = make_towers(config.model, loss=config.loss.loss)
+            else:
+                towers = restored_towers(config, path, state)
             held_out, classes = open_held_out(config), open_classes(config)
             if state is not None:
                 _refuse_untrained_images(state, config, held_out, classes)

@@ -14,8 +14,9 @@ from .towers import Towers, make_towers
 
 def load_towers(path: Path, device: torch.device) -> Towers:
     """See `megabatch.load`."""
-    state = checkpoint.load(find_checkpoint(path))
-    return restored_towers(from_mapping(state["megabatch"]["config"]), state).to(device).eval()
+    path = find_checkpoint(path)
+    state = checkpoint.load(path)
+    return restored_towers(from_mapping(state["megabatch"]["config"]), path, state).to(device).eval()
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -31,11 +32,14 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def restored_towers(config: Config, state: checkpoint.State) -> Towers:
+def restored_towers(config: Config, path: Path, state: checkpoint.State) -> Towers:
     """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
     model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
     towers = make_towers(model, loss=config.loss.loss)
-    restore(towers, state)
+    try:
+        restore(towers, state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint: {path} must fit --model {config.model.model}: {error}") from error
     return towers
 
 
@@ -43,9 +47,6 @@ def restore(towers: Towers, state: checkpoint.State, *, averaged: bool = True) -
     """Weights, where `averaged` their moving average if there is one, and preprocessing. Images have the size that the
     towers take now."""
     weights = state["state_dict_ema"] if averaged and "state_dict_ema" in state else state["state_dict"]
-    try:
-        towers.model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"checkpoint: must fit --model: {error}") from error
+    towers.model.load_state_dict(weights)
     saved = Preprocessing.from_mapping(state["megabatch"]["preprocessing"])
     towers.preprocessing = replace(saved, size=towers.preprocessing.size)

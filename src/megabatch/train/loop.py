@@ -397,10 +397,10 @@ class Trainer:
             for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(asked)
             for parameter, values in self.optimizer.state.items():
-                for name, value in values.items():
-                    if value.dim() and value.shape != parameter.shape:
-                        raise ValueError(f"{name} has shape {tuple(value.shape)}, for {tuple(parameter.shape)}")
-                    values[name] = value.clone()  # the checkpoint's own is in its file
+                for name in ("step", "exp_avg", "exp_avg_sq"):
+                    if name != "step" and values[name].shape != parameter.shape:
+                        raise ValueError(f"{name} has another shape than its parameter")
+                    values[name] = values[name].clone()  # the checkpoint's own is in its file
             if self.scaler.is_enabled() and "scaler" in state:
                 self.scaler.load_state_dict(state["scaler"])
             if self.average is not None:  # from here on, where the run had none

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 # Of a run that has saved and wants to be started again: EX_TEMPFAIL of sysexits.h. One number for all signals, and
 # none that a run has which was killed before it could save, as 128 + 15 would be.
 REQUEUE = 75
-INTERRUPTED = 130  # by Ctrl-C, as shells have it: a person asked, and does not want it started again
+INTERRUPTED = 130  # by Ctrl-C, as the command line has it: a person asked, who does not want it started again
 
 # Schedulers send SIGTERM, and SIGUSR1 some time before (`sbatch --signal=USR1@120`).
 LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
