@@ -22,6 +22,7 @@ from megabatch.distributed.world import World
 from megabatch.train import checkpoint, eval_command, loop, run_folder
 from megabatch.train.checkpoint import Checkpoints
 from megabatch.train.data import open_source
+from megabatch.train.loading import config_of
 from megabatch.train.report import Report
 from megabatch.train.run_folder import locked
 
@@ -250,6 +251,9 @@ def test_a_resume_on_other_shards_is_refused_unless_allowed(shapes, shards, tmp_
     assert cli.main([*words, "--allow-changed-data"]) == 0
     assert len(steps(run)) == 3
     assert resume(run, "--steps", "4") == 0  # it is this run's data now
+    write_shard(shards / "0.tar", sorted(Path(shapes).parent.glob("*.png"))[:3])
+    latest = str(run / "checkpoints" / "step_00000004.pt")
+    assert "got other data" in refused(capsys, "train", "--resume", latest)  # what was allowed is not allowed again
 
 
 def test_data_that_was_moved_is_the_same_data(shards, tmp_path):
@@ -353,6 +357,21 @@ def test_a_checkpoint_is_read_once(run, monkeypatch, named):
     assert read == [path]
 
 
+def test_a_restored_run_does_not_depend_on_the_file_any_more(run):
+    path = run / "checkpoints" / "step_00000003.pt"
+    expected = torch.load(path, weights_only=True)
+    state = checkpoint.load(path)
+    trainer = loop.Trainer(config_of(path, state), ALONE, run, (path, state))
+    path.write_bytes(bytes(path.stat().st_size))  # into the same file
+    assert all(
+        torch.equal(value, expected["optimizer"]["state"][number][name])
+        for number, values in trainer.optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    )
+    weights = trainer.towers.model.state_dict()
+    assert all(torch.equal(value, expected["state_dict"][name]) for name, value in weights.items())
+
+
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999, 1.0])
 @pytest.mark.parametrize("harm", ["flipped", "cut"])
 def test_a_harmed_file_is_refused_or_has_what_was_written(three_steps, tmp_path, harm, share):
@@ -389,9 +408,8 @@ def replaced(value: object, *keys: str):
 
 
 MALFORMED = {
-    **{key: without(key) for key in ("global_step", "state_dict", "optimizer", "megabatch")},
-    **{key: without("megabatch", key) for key in ("config", "progress", "preprocessing", "figures", "data", "ranks")},
-    "no groups": without("optimizer", "param_groups"),
+    **{key: without(key) for key in ("state_dict", "megabatch")},
+    **{key: without("megabatch", key) for key in ("config", "preprocessing")},
     "no mean": without("megabatch", "preprocessing", "mean"),
     "a list": replaced([1], "megabatch"),
     "no section": replaced({"data": 3}, "megabatch", "config"),
@@ -401,6 +419,9 @@ MALFORMED = {
     "no tensor": replaced({"x": "y"}, "state_dict"),
 }
 UNTRAINABLE = {
+    **{key: without("megabatch", key) for key in ("progress", "figures", "data", "ranks")},
+    "no optimizer": without("optimizer"),
+    "no groups": without("optimizer", "param_groups"),
     "what pace": replaced({"step": 3, "pace": 4}, "megabatch", "progress"),
     "no group": replaced([3], "optimizer", "param_groups"),
     "no step": replaced({0: {"step": 3}}, "optimizer", "state"),

@@ -13,9 +13,10 @@ import torch
 from ..distributed.world import World, joined
 from . import checkpoint
 from .checkpoint import Checkpoints
-from .config import Config, Run, absolute, from_mapping, to_yaml
+from .config import Config, Run, absolute, to_yaml
 from .evaluate import NoSamples
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
+from .loading import config_of
 from .loop import Diverged, Trainer
 from .report import LOGGER, Report, holding_log
 from .run_folder import check_name, locked
@@ -102,12 +103,13 @@ def _read(given: dict[str, Any]) -> tuple[Config, Resume | None]:
             )
     elif resume is not None:
         found = Path(resume).resolve(), checkpoint.load(Path(resume))
-        base = from_mapping(found[1]["megabatch"]["config"])
+        base = config_of(*found)
         if name is None:
             logs, name = _run_of(found[0])
     config = read_config(given, base=base)
-    config = replace(config, run=replace(config.run, logs=logs, name=name, resume=resume))
-    return absolute(config), found
+    allowed = asked.get("allow_changed_data", False)  # now, not when the run began
+    run = replace(config.run, logs=logs, name=name, resume=resume, allow_changed_data=allowed)
+    return absolute(replace(config, run=run)), found
 
 
 def _run_of(path: Path) -> tuple[str, str]:

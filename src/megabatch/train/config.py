@@ -289,13 +289,8 @@ def from_mapping(sections: Mapping[str, Mapping[str, Any]]) -> Config:
     return Config(**read)
 
 
-# Settings that are paths, and the words among them that are none.
-_PATHS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("train_data", "val_data"), ("icons",)),
-    "classnames": ("imagenet",),
-    "templates": ("imagenet", "simple"),
-    **dict.fromkeys(("zeroshot_data", "feature_cache", "logs"), ()),
-}
+_PATHS = ("train_data", "val_data", "zeroshot_data", "classnames", "templates", "feature_cache", "logs")
+_NO_PATHS = {None, "icons", "imagenet", "simple", "tiny", "small"}
 
 
 def absolute(config: Config) -> Config:
@@ -304,19 +299,14 @@ def absolute(config: Config) -> Config:
         section = OPTIONS[name].section
         values = getattr(config, section)
         value = getattr(values, name)
-        if name in _PATHS:
-            is_path = value is not None and value not in _PATHS[name]
-        else:
-            is_path = value not in (None, "tiny", "small") and Path(value.removeprefix("local-dir:")).exists()
-        if is_path:
-            changed = replace(values, **{name: "::".join(map(_absolute, value.split("::")))})
-            config = replace(config, **{section: changed})
+        if value not in _NO_PATHS and (name in _PATHS or Path(value).exists()):
+            paths = "::".join(map(_absolute, value.split("::")))
+            config = replace(config, **{section: replace(values, **{name: paths})})
     return config
 
 
 def _absolute(path: str) -> str:
-    if path.startswith("local-dir:"):
-        return "local-dir:" + _absolute(path.removeprefix("local-dir:"))
+    """Not of a URL, nor of braces that have absolute paths in them."""
     return path if not path or re.match(r"\w{2,}:|\{/", path) else str(Path.cwd() / path)
 
 

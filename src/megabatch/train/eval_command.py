@@ -8,13 +8,13 @@ from pathlib import Path
 from ..distributed.world import joined
 from . import checkpoint
 from .command import device_of
-from .config import Config, Optimization, Run, from_mapping
+from .config import Config, Optimization, Run
 from .data.labelled import ImageFolder
 from .data.source import Source
 from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
-from .loading import find_checkpoint, restored_towers
+from .loading import config_of, find_checkpoint, restored_towers
 from .towers import has_weights, make_towers
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
     with usage_errors("eval"):
         path = None if options.checkpoint is None else find_checkpoint(options.checkpoint)
         state = None if path is None else checkpoint.load(path)
-        base = None if state is None else from_mapping(state["megabatch"]["config"])
+        base = None if path is None or state is None else config_of(path, state)
         config = read_config(given_flags(options), base=base, training=False)
         if state is None and not has_weights(config.model):
             raise ValueError(
@@ -84,7 +84,7 @@ def _refuse_untrained_images(
     state: checkpoint.State, config: Config, held_out: Source | None, classes: ImageFolder | None
 ) -> None:
     asks_for_images = classes is not None or (held_out is not None and not held_out.texts_only)
-    if state["megabatch"]["texts_only"] and asks_for_images and not has_weights(config.model):
+    if state["megabatch"].get("texts_only") and asks_for_images and not has_weights(config.model):
         raise ValueError(
             "--checkpoint must be of a run with images for --val-data or --zeroshot-data with images, got one that was "
             "trained on texts alone: its image tower is as random as at the start."

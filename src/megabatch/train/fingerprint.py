@@ -17,12 +17,12 @@ def data_line(file: Path | str, samples: int, *content: object) -> str:
     for part in content:
         digest.update(part if isinstance(part, bytes) else repr(part).encode(errors="surrogatepass"))
         digest.update(b"\0")
-    name = f"{file.name}: {file.stat().st_size} bytes" if isinstance(file, Path) else f"{file}:"
-    return f"{name}, {samples} samples, {digest.hexdigest()}"
+    name = f"{file.name}: {file.stat().st_size} bytes," if isinstance(file, Path) else f"{file}:"
+    return f"{name} {samples} samples, {digest.hexdigest()}"
 
 
 def numbers(table: Tensor) -> list[int]:
-    """What depends on every number of a table of integers and, but for chance, on no two tables in the same way."""
+    """Sums that are others when a number of the table is, or when its rows are in another order."""
     return (table * torch.arange(1, len(table) + 1).unsqueeze(1)).sum(0).tolist()
 
 

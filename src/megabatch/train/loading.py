@@ -16,7 +16,12 @@ def load_towers(path: Path, device: torch.device) -> Towers:
     """See `megabatch.load`."""
     path = find_checkpoint(path)
     state = checkpoint.load(path)
-    return restored_towers(from_mapping(state["megabatch"]["config"]), path, state).to(device).eval()
+    return restored_towers(config_of(path, state), path, state).to(device).eval()
+
+
+def config_of(path: Path, state: checkpoint.State) -> Config:
+    with checkpoint.reading(path, "this version"):
+        return from_mapping(state["megabatch"]["config"])
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -36,10 +41,8 @@ def restored_towers(config: Config, path: Path, state: checkpoint.State) -> Towe
     """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
     model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
     towers = make_towers(model, loss=config.loss.loss)
-    try:
+    with checkpoint.reading(path, f"--model {config.model.model}"):
         restore(towers, state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint: {path} must fit --model {config.model.model}: {error}") from error
     return towers
 
 

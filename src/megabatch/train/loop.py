@@ -127,7 +127,7 @@ class Trainer:
         facts = {
             "number of samples": len(self.source),
             "number of validation samples": held_out,
-            "data": self.data,
+            "fingerprint of the data": stable_seed(repr(self.data)),
             "settings": to_mapping(self.config),
             "step to go on from": self.progress.step,
         }
@@ -377,42 +377,41 @@ class Trainer:
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
 
     def _restore(self, path: Path, state: checkpoint.State) -> None:
-        kept = state["megabatch"]
-        if (other := difference(kept["data"], self.data)) and not self.config.run.allow_changed_data:
+        with checkpoint.reading(path, f"--model {self.config.model.model}"):
+            kept = state["megabatch"]
+            other = None if self.config.run.allow_changed_data else difference(kept["data"], self.data)
+            self._restore_weights(state)
+            self.progress = Progress(**kept["progress"])
+            self.figures = Figures(kept["figures"])
+            self.resumed = (path, kept["ranks"], kept["config"])
+        if other is not None:
             raise ValueError(
                 f"train: --resume {path} must find the data that it was trained on, got other data: {other}. Put it "
                 "back, or give --allow-changed-data to go on with what there is now."
             )
-        groups = self.optimizer.param_groups
-        # What is asked for counts, not what was: load_state_dict would put the old settings back.
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        try:
-            saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-            if [len(group["params"]) for group in groups] != saved:
-                raise ValueError(
-                    "got another number of parameters. Are --model, --lock-image and the kind of data those of its run?"
-                )
-            restore(self.towers, state, averaged=False)
-            self.optimizer.load_state_dict(state["optimizer"])
-            for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
-                group.update(asked)
-            for parameter, values in self.optimizer.state.items():
-                for name in ("step", "exp_avg", "exp_avg_sq"):
-                    if name != "step" and values[name].shape != parameter.shape:
-                        raise ValueError(f"{name} has another shape than its parameter")
-                    values[name] = values[name].clone()  # the checkpoint's own is in its file
-            if self.scaler.is_enabled() and "scaler" in state:
-                self.scaler.load_state_dict(state["scaler"])
-            if self.average is not None:  # from here on, where the run had none
-                restore(cast(Towers, self.average.module), state)
-                self.average.n_averaged.fill_(1)
-            self.progress = Progress(**kept["progress"])
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
         self.saved = self.progress.step
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
-        self.figures = kept["figures"]
-        self.resumed = (path, kept["ranks"], kept["config"])
+
+    def _restore_weights(self, state: checkpoint.State) -> None:
+        groups, saved = self.optimizer.param_groups, state["optimizer"]["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError("another number of parameters. Are --lock-image and the kind of data those of its run?")
+        # What is asked for counts, not what was: load_state_dict would put the old settings back.
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        restore(self.towers, state, averaged=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(asked)
+        for parameter, values in self.optimizer.state.items():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                if name != "step" and values[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has another shape than its parameter")
+                values[name] = values[name].clone()  # the checkpoint's own is in its file
+        if self.scaler.is_enabled() and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:  # from here on, where the run had none
+            restore(cast(Towers, self.average.module), state)
+            self.average.n_averaged.fill_(1)
 
     def _introduce(self) -> None:
         report, options = self.report, self.config.optimization
@@ -463,7 +462,7 @@ def is_finite(values: Figures) -> bool:
     return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
 
 
-def stable_seed(*numbers: int) -> int:
+def stable_seed(*numbers: int | str) -> int:
     """63 bits of all of them, in their order."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
 

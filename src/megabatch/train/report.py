@@ -322,21 +322,14 @@ def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Record
 @contextmanager
 def holding_log() -> Iterator[list[logging.LogRecord]]:
     """What the library logs meanwhile, shown to nobody yet."""
-    holder = _Holder()
+    records: list[logging.LogRecord] = []
+    holder = logging.Handler()
+    holder.emit = records.append  # type: ignore[assignment, method-assign]
     close = _open_log(holder)
     try:
-        yield holder.records
+        yield records
     finally:
         close()
-
-
-class _Holder(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def _writable(text: str) -> str:
