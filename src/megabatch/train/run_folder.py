@@ -34,7 +34,7 @@ def locked(folder: Path, world: World, *, waits: bool) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+", encoding="utf-8") as file:
-        holder = _take(file, folder, PATIENCE if waits else 0) if world.rank == 0 else None
+        holder = _take(file, PATIENCE if waits else 0) if world.rank == 0 else None
         if holder := world.gather(holder)[0]:
             raise ValueError(
                 f"--name must be that of a run that has ended, got {folder}, which {holder} runs. Wait for it, end "
@@ -45,7 +45,7 @@ def locked(folder: Path, world: World, *, waits: bool) -> Iterator[None]:
         yield
 
 
-def _take(file: IO[str], folder: Path, patience: float) -> str | None:
+def _take(file: IO[str], patience: float) -> str | None:
     """Who has it, or None: this process has."""
     end, said = time.monotonic() + patience, False
     while not _lock(file, fcntl.LOCK_EX):
