@@ -23,7 +23,7 @@ from .source import Source
 
 _PIECE = 256  # samples
 _MOST_PIECES_AHEAD = 128  # each takes some file descriptors, of which a process has about a thousand
-_LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
