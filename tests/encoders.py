@@ -150,14 +150,14 @@ def step(
 def loop_step(
     encoder: Callable[..., Tensor], model: nn.Module, *inputs: Tensor, chunk_size: int
 ) -> dict[str, Tensor | None]:
-    """The same by hand: encode chunk by chunk with a graph, and run the chunks' graphs back in their order."""
+    """The same by hand: encode chunk by chunk with a graph, and run these graphs back, the last first, as autograd."""
     pieces = [encoder(*chunk) for chunk in zip(*(x.split(chunk_size) for x in inputs), strict=True)]
     features = torch.cat(pieces).detach().requires_grad_()
     loss = contrast(features)
     (gradient,) = torch.autograd.grad(loss, features)
     for p in model.parameters():
         p.grad = None
-    for piece, part in zip(pieces, gradient.split(chunk_size), strict=True):
+    for piece, part in reversed([*zip(pieces, gradient.split(chunk_size), strict=True)]):
         piece.backward(part)
     found = {"loss": loss.detach(), **{name: p.grad for name, p in trained(model).items()}}
     for p in model.parameters():

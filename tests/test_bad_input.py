@@ -206,7 +206,7 @@ def test_features_must_hold_data(loss: str) -> None:
 @every_loss
 def test_an_empty_batch_is_refused_without_a_group(loss: str) -> None:
     empty = {name: x[:0] for name, x in good(loss).items() if isinstance(x, Tensor)}
-    said = f"{FIRST[loss]} must have at least one row, got shape (0, 8). Only a rank of a group may bring none."
+    said = f"{FIRST[loss]} must have at least one row, got shape (0, 8). Only a rank of a group may have none."
     assert_refused(loss, ValueError, said, **empty)
 
 
@@ -312,7 +312,7 @@ def test_scale_may_be_any_real_scalar(loss: str, value: Any) -> None:
 @pytest.mark.parametrize(("changes", "got"), [({"temperature": 0.1}, "both"), ({"logit_scale": None}, "neither")])
 def test_scale_or_temperature_must_be_given(loss: str, changes: dict[str, Any], got: str) -> None:
     said = f"exactly one of logit_scale and temperature must be given, got {got}. "
-    said += "They say the same: logit_scale = 1 / temperature."
+    said += "logit_scale = 1 / temperature."
     assert_refused(loss, ValueError, said, **changes)
 
 

@@ -457,7 +457,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(ki
         (["ring", "--rows", "0"], "--rows: must be a whole number from 1 on, got '0'"),
         (["ring", "--ranks", "1.5"], "--ranks: must be a whole number from 1 on, got '1.5'"),
         (["loss", "--limit", "12MB"], "--limit: must be a size such as 512MiB or 2GiB, got '12MB'"),
-        (["loss", "--device", "tpu"], "--device: must be one that torch sees, got 'tpu'. Here it is one of: cpu"),
+        (["loss", "--device", "tpu"], "--device: must be one that torch sees, got 'tpu'. Available here: cpu"),
         (["tiling", "--tiles", "0"], "--tiles: must be a whole number from 1 on, own or whole, got '0'"),
         (["loss", "--plot", "x.txt"], "--plot: must end in .png, got 'x.txt'"),
     ],
@@ -496,7 +496,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def test_a_word_means_one_thing_in_every_benchmark(name):
     actions = parser_of(name)._option_string_actions
     assert {"--json", "--csv", "--rows"} <= set(actions)
-    assert actions["--rows"].help.startswith("rows of the batch, of all ranks")
+    assert actions["--rows"].help.startswith("rows of the batch, on all ranks together")
     assert "--device" in actions
     if name != "gradients":  # which runs once
         assert {"--repeats", "--limit"} <= set(actions)

@@ -522,7 +522,9 @@ def test_replays_under_the_autocast_of_the_forward(dtype: torch.dtype, where: st
         assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
     assert model.seen == [(True, dtype, cached, dtype)] * 8
     wanted = backward(contrast(loop), trained(model))
-    assert worst(got, wanted) <= (2e-2 if dtype == torch.bfloat16 else 2e-3)
+    # Under autocast torch takes the backward's products in its dtype.
+    within = torch.bfloat16 if where == "inside of another" else dtype
+    assert worst(got, wanted) <= (2e-2 if within == torch.bfloat16 else 2e-3)
 
 
 def test_replays_without_autocast_what_ran_without() -> None:

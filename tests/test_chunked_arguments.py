@@ -72,7 +72,7 @@ def test_takes_tensors_in_containers_of_any_kind(kind: str) -> None:
     tensors = {"x": x, "y": y, **trained(model)}
     got = backward(contrast(chunked(model, inputs, chunk_size=3, factor=2)), tensors)
     assert {type(given) for given in model.given} == {type(inputs)}
-    assert [len(read(given)) for given in model.given] == [3, 3, 1] * 2
+    assert [len(read(given)) for given in model.given] == [3, 3, 1, 1, 3, 3]
     assert_same(got, backward(contrast(model(inputs, factor=2)), tensors), **EXACT)
 
 
@@ -174,7 +174,8 @@ def test_split_cuts_lists_of_texts_and_of_images_of_different_sizes() -> None:
         return model(torch.stack([image.mean() * len(t) for image, t in zip(images, texts, strict=True)])[:, None])
 
     got = step(lambda: chunked(encode, images, texts, chunk_size=2, split=["images", "texts"]), model)
-    assert seen == [(list, [2, 3], ["a", "bb"]), (list, [4, 5], ["ccc", "dddd"]), (list, [6], ["eeeee"])] * 2
+    chunks = [(list, [2, 3], ["a", "bb"]), (list, [4, 5], ["ccc", "dddd"]), (list, [6], ["eeeee"])]
+    assert seen == [*chunks, *reversed(chunks)]
     assert_same(got, step(lambda: encode(images, texts), model), **EXACT)
 
 
@@ -449,7 +450,7 @@ def test_uint8_images_stay_so_until_their_chunk() -> None:
         return images.flatten(1).double() / 255
 
     got = step(lambda: chunked(model, images, chunk_size=4, transform=prepare), model)
-    assert seen == [(torch.uint8, 4), (torch.uint8, 4), (torch.uint8, 2)] * 2
+    assert seen == [(torch.uint8, rows) for rows in (4, 4, 2, 2, 4, 4)]
     assert_same(got, step(lambda: model(prepare(images)), model), **EXACT)
 
 
@@ -581,7 +582,7 @@ class Labelled:
 def test_mismatched_rows_are_refused_by_name() -> None:
     x, y = torch.randn(4, 2), torch.randn(5, 2)
     words = (
-        r"same number of rows, got {}\. Name those that every chunk shall get as they are, whole=\[\.\.\.\]; .*"
+        r"same number of rows, got {}\. Name those that every chunk needs whole in whole=\[\.\.\.\], .*"
         r"split=\{{name: counts\}}\."
     )
 
@@ -701,8 +702,8 @@ def test_an_unknown_selection_is_refused_with_what_there_is() -> None:
 
 def test_an_output_without_the_chunks_rows_is_refused_by_name() -> None:
     words = (
-        r"{} must have the chunk's {} rows in dim 0, or be a single number, got shape {}\. If an argument shall be "
-        r"split that is not, name it in split; if the output is not needed, leave it out by select\."
+        r"{} must have the chunk's {} rows in dim 0, or be a single number, got shape {}\. If an argument that "
+        r"should be split is not, name it in split; if the output is not needed, leave it out by select\."
     )
     x = torch.randn(6, 3)
     refused(ValueError, words.format(r"output\['mean'\]", 2, r"\(3,\)"), lambda x: {"x": x, "mean": x.mean(0)}, x)
@@ -726,7 +727,7 @@ def test_a_number_that_differs_between_chunks_is_refused_by_name(shape: tuple[in
 
 def test_what_is_no_tensor_and_differs_between_chunks_is_refused_by_name() -> None:
     words = (
-        r"output\[1\] must be the same for every chunk, because it is no tensor and cannot be put together, got 4 and "
+        r"output\[1\] must be the same for every chunk, because it is not a tensor and cannot be joined, got 4 and "
         r"2\. Leave it out by select\."
     )
     refused(ValueError, words, lambda x: (x, len(x)), torch.ones(6), chunk_size=4)
@@ -787,7 +788,7 @@ def test_rows_arrive_in_order_in_full_chunks_and_a_rest() -> None:
     model = Recorded(Mlp().double())
     (x,) = make_inputs("mlp", 11)
     chunked(model, x, chunk_size=4).sum().backward()
-    assert model.calls == [(4, True), (4, True), (3, True)] * 2
+    assert model.calls == [(4, True), (4, True), (3, True), (3, True), (4, True), (4, True)]
 
 
 def test_an_output_whose_width_differs_between_chunks_is_refused_by_name() -> None:

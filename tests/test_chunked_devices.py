@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megabatch.caching.batch import Batch
-from megabatch.caching.state import Randomness
+from megabatch.caching.state import State
 from megabatch.caching.transfer import Transfer
 
 
@@ -70,9 +70,10 @@ def test_the_next_chunk_is_copied_from_pinned_memory_while_this_one_computes(
     with FakeTensorMode(allow_non_fake_inputs=True):
         monkeypatch.setattr(Tensor, "to", watched)
         batch = Batch((torch.zeros(5, 3),), {}, ["x"], (), {}, None)
-        transfer, bounds = Transfer(torch.device("cuda")), [(0, 2), (2, 4), (4, 5)]
+        batch.cut(2, pad=False, required=False)
+        transfer, chunks = Transfer(torch.device("cuda")), batch.chunks()
         for index in range(3):
-            (piece,) = transfer.fetch(index, lambda i: batch.pieces(*bounds[i]), 2)
+            (piece,) = transfer.fetch(chunks, index, index + 1)
             assert piece.device.type == "cuda"
             device.log.append(f"encode {index}")
     copies = [["on the side", *([] if pinned else ["pinned"]), f"copy of {n} rows, behind", "back"] for n in (2, 2, 1)]
@@ -84,13 +85,13 @@ def test_the_next_chunk_is_copied_from_pinned_memory_while_this_one_computes(
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
 def test_random_states_of_accelerators_are_replayed_and_put_back(device: Device, kind: str) -> None:
     devices = [torch.device("cpu"), torch.device(kind, 0), *([torch.device(kind, 1)] if kind != "mps" else [])]
-    randomness = Randomness(devices)
-    before = randomness.states()
-    assert len(before) == len(devices)
+    state = State(devices, [])
+    before = state.now()
+    assert len(before[0]) == len(devices)
     first = torch.rand(2)
     device.states = {index: state + 1 for index, state in device.states.items()}
-    later = randomness.states()
-    with randomness.replayed(before):
-        assert all(torch.equal(a, b) for a, b in zip(randomness.states(), before, strict=True))
+    later, _ = state.now()
+    with state.replayed(before):
+        assert all(torch.equal(a, b) for a, b in zip(state.now()[0], before[0], strict=True))
         assert torch.equal(torch.rand(2), first)
-    assert all(torch.equal(a, b) for a, b in zip(randomness.states(), later, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(state.now()[0], later, strict=True))

@@ -356,7 +356,7 @@ SPELLINGS = {
     "one tower, then plain": (SharedTower, with_one_tower_then_plain),
 }
 ON_FOUR = ("the wrapper", "methods of its module", "one tower for both")  # also, because four take their time
-OUTSIDE = ("methods of its module", "submodules", "one method plain")
+NAMED = ("methods of its module", "methods, and the scale from one", "submodules", "an object that holds its module")
 
 
 REFUSED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
@@ -394,19 +394,20 @@ def test_what_would_not_be_reduced_or_once_per_chunk_is_refused_with_the_line_to
 
 
 def beside_no_wrapper(rank: int, group: Any) -> Tensor:
-    """Ranks without a wrapper: one tower for both sides, and one more plain call whose graph is alive."""
+    """Ranks without a wrapper: whoever reduces gradients says so by module=model."""
     model, (images, texts) = SharedTower(), next(batches(6))
-    one, _ = mb.chunked(model, images, chunk_size=CHUNK)
-    two, scale = mb.chunked(model, padded(texts), chunk_size=CHUNK)
-    again = mb.chunked(model, images, chunk_size=CHUNK, select=0, module=model)
-    reference.clip_loss(one + again, two, scale).backward()
+    with pytest.raises(ValueError, match="If you reduce gradients yourself, write module=model"):
+        mb.chunked(model, images, chunk_size=CHUNK)
+    one = mb.chunked(model, images, chunk_size=CHUNK, select=0, module=model)
+    two, scale = mb.chunked(model, padded(texts), chunk_size=CHUNK, module=model)
+    reference.clip_loss(one, two, scale).backward()
     return model.tower[0].weight.grad
 
 
-def test_ranks_without_a_wrapper_are_left_alone(pool: Pool) -> None:
+def test_ranks_without_a_wrapper_say_so(pool: Pool) -> None:
     model, (images, texts) = SharedTower(), next(batches(6))
     one, (two, scale) = model(images)[0], model(padded(texts))
-    reference.clip_loss(one + model(images)[0], two, scale).backward()
+    reference.clip_loss(one, two, scale).backward()
     for gradient in pool.run(2, beside_no_wrapper):
         torch.testing.assert_close(gradient, model.tower[0].weight.grad, **CLOSE)
 
@@ -423,12 +424,23 @@ def test_every_spelling_under_ddp_trains_as_one_process_with_one_reduction_per_s
 
 
 # Where unused parameters are looked for, none may be used outside of what the wrapper has seen: nor in torch alone.
-SEEN = [spelling for spelling in SPELLINGS if spelling not in OUTSIDE]
-
-
-@pytest.mark.parametrize("spelling", SEEN)
-def test_every_spelling_works_where_ddp_looks_for_unused_parameters(pool: Pool, spelling: str) -> None:
+@pytest.mark.parametrize("spelling", [each for each in SPELLINGS if each not in (*NAMED, "one method plain")])
+def test_every_other_spelling_works_where_ddp_looks_for_unused_parameters(pool: Pool, spelling: str) -> None:
     assert_trains_as_one_process(pool, *SPELLINGS[spelling], SIZES[3], find_unused_parameters=True)
+
+
+def looking_for_unused(rank: int, group: Any, spelling: str) -> str:
+    kind, step = SPELLINGS[spelling]
+    ddp = DistributedDataParallel(kind(), process_group=group, find_unused_parameters=True)
+    with pytest.raises(ValueError) as caught:
+        step(ddp, *next(batches(6)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spelling", NAMED)
+def test_a_named_wrapper_that_looks_for_unused_parameters_is_refused_by_name(pool: Pool, spelling: str) -> None:
+    for text in pool.run(2, looking_for_unused, spelling):
+        assert "module=ddp must not be a DistributedDataParallel with find_unused_parameters=True" in text
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -538,7 +550,7 @@ def unwrapped(rank: int, group: Any) -> Training:
     plain = TwoTowers()
     return train(
         plain,
-        lambda images, texts: mb.chunked(plain, images, texts, chunk_size=CHUNK),
+        lambda images, texts: mb.chunked(plain, images, texts, chunk_size=CHUNK, module=plain),
         lambda *outputs: mb.clip_loss(*outputs, group=group),
         rows_of(SIZES[2], rank),
         sum(SIZES[2]),
@@ -664,7 +676,7 @@ def test_no_sync_adds_up_on_each_rank_and_the_next_step_reduces_the_sum(pool: Po
 def calls_in_turn(rank: int, group: Any) -> tuple[list[Parameters], list[str]]:
     """A forward whose result is dropped, one in evaluation, and one whose backward comes late."""
     plain = TwoTowers()
-    ddp = DistributedDataParallel(plain, process_group=group, find_unused_parameters=True)
+    ddp = DistributedDataParallel(plain, process_group=group)
     reductions = Reductions(ddp, group)
     found = []
     for images, texts in batches(sum(SIZES[2])):
@@ -691,15 +703,18 @@ def test_forwards_without_a_backward_leave_no_trace_under_ddp(pool: Pool) -> Non
         assert not faults
 
 
-def only_images(rank: int, group: Any, options: dict[str, Any]) -> tuple[Parameters, list[str]]:
-    plain = TwoTowers()
+class ChunksImages(TwoTowers):
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        return mb.chunked(self.encode_image, images, chunk_size=CHUNK)
+
+
+def only_images(rank: int, group: Any) -> tuple[Parameters, list[str]]:
+    plain = ChunksImages()
     ddp = DistributedDataParallel(plain, process_group=group, find_unused_parameters=True)
     reductions = Reductions(ddp, group)
     for images, _ in batches(sum(SIZES[2])):
         ddp.zero_grad()
-        mb.chunked(
-            ddp.module.encode_image, images[rows_of(SIZES[2], rank)], **options, module=ddp
-        ).square().sum().backward()
+        ddp(images[rows_of(SIZES[2], rank)]).square().sum().backward()
         reductions.end_step()
     return gradients_of(plain), reductions.faults()
 
@@ -709,27 +724,9 @@ def test_a_tower_that_is_not_used_is_not_waited_for(pool: Pool) -> None:
     plain = TwoTowers()
     *_, (images, _) = batches(sum(SIZES[2]))
     (plain.encode_image(images).square().sum() / 2).backward()
-    for gradients, faults in pool.run(2, only_images, {"chunk_size": CHUNK}):
+    for gradients, faults in pool.run(2, only_images):
         assert_same_parameters(gradients, gradients_of(plain), "gradient of")
         assert not faults
-
-
-def images_after_both(rank: int, group: Any) -> Parameters:
-    plain = TwoTowers()
-    ddp = DistributedDataParallel(plain, process_group=group, find_unused_parameters=True)
-    images, texts = (side[rows_of(SIZES[2], rank)] for side in next(batches(sum(SIZES[2]))))
-    kept = by_methods_alone(ddp, images, texts)
-    mb.clip_loss(*kept, group=group).backward(retain_graph=True)
-    ddp.zero_grad()
-    mb.chunked(ddp.module.encode_image, images, chunk_size=CHUNK, module=ddp).pow(3).sum().backward()
-    return gradients_of(plain)
-
-
-def test_features_that_are_kept_after_their_backward_are_not_waited_for(pool: Pool) -> None:
-    plain = TwoTowers()
-    (plain.encode_image(next(batches(sum(SIZES[2])))[0]).pow(3).sum() / 2).backward()
-    for gradients in pool.run(2, images_after_both):
-        assert_same_parameters(gradients, gradients_of(plain), "gradient of")
 
 
 def with_a_frozen_tower(rank: int, group: Any) -> tuple[Training, list[str], int, int]:
@@ -874,23 +871,18 @@ class Checkpointed(nn.Module):
         return self.encode(x)
 
 
-def reentrant(rank: int, group: Any, spelling: str, everything: bool) -> str:
+def reentrant(rank: int, group: Any, everything: bool) -> str:
     ddp = DistributedDataParallel(Checkpointed(everything), process_group=group)
-    encoder = {"the wrapper": ddp, "a method": ddp.module.encode}[spelling]
-    x = next(batches(sum(SIZES[3])))[0][rows_of(SIZES[3], rank)].requires_grad_(everything)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # torch's, where nothing is kept
-        with pytest.raises(ValueError) as caught:
-            mb.chunked(encoder, x, chunk_size=CHUNK, module=ddp)
+    x = next(batches(8))[0].requires_grad_(everything)
+    with pytest.raises(ValueError) as caught:
+        mb.chunked(ddp, x, chunk_size=CHUNK)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["some", "all"])
-@pytest.mark.parametrize("spelling", ["the wrapper", "a method"])
-def test_reentrant_checkpoints_inside_ddp_are_refused_on_every_rank(
-    pool: Pool, spelling: str, everything: bool
-) -> None:
-    for text in pool.run(3, reentrant, spelling, everything):
+def test_reentrant_checkpoints_inside_ddp_are_refused_on_every_rank(pool: Pool, everything: bool) -> None:
+    """They would be reduced once per chunk."""
+    for text in pool.run(2, reentrant, everything):
         assert "use_reentrant=False" in text
 
 
@@ -981,7 +973,8 @@ def test_sync_batch_norm_with_equally_many_chunks_works_and_warns(pool: Pool) ->
 def in_evaluation(rank: int, group: Any) -> Tensor:
     model = synchronised(group).eval()
     x = next(batches(sum(SIZES[3])))[0][rows_of(SIZES[3], rank)]
-    return mb.chunked(model, x, chunk_size=CHUNK).detach()
+    with torch.no_grad():
+        return mb.chunked(model, x, chunk_size=CHUNK)
 
 
 def test_sync_batch_norm_in_evaluation_may_have_any_number_of_chunks(pool: Pool) -> None:
@@ -1481,7 +1474,7 @@ def hidden(rank: int, group: Any, whole_model: bool) -> str:
 @pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "the model alone"])
 def test_a_sharded_model_that_cannot_be_seen_is_refused(pool: Pool, whole_model: bool) -> None:
     for text in pool.run(2, hidden, whole_model):
-        assert text.startswith("chunked: where several ranks train, encoder must be a module")
+        assert "write module=model" in text
 
 
 def with_fsdp1(rank: int, group: Any) -> list[str]:

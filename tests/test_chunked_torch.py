@@ -20,18 +20,10 @@ PRIVATE = {
     "_disable_dynamo": lambda: torch._compile._disable_dynamo,
     "_is_checkpoint_valid": torch.autograd._is_checkpoint_valid,
     "_version": lambda: torch.ones(1)._version,
-    "_backward_hooks": lambda: hooked()._backward_hooks[0],
     "_orig_mod": lambda: torch.compile(nn.Linear(1, 1), backend="eager")._orig_mod,
     "_torchdynamo_orig_callable": lambda: torch.compile(torch.sin, backend="eager")._torchdynamo_orig_callable,
     "_compiled_call_impl": lambda: compiled_in_place()._compiled_call_impl,
 }
-
-
-def hooked() -> torch.Tensor:
-    tensor = torch.ones(1, requires_grad=True)
-    handle = tensor.register_hook(lambda gradient: None)
-    tensor._backward_hooks[0] = tensor._backward_hooks[handle.id]
-    return tensor
 
 
 def compiled_in_place() -> nn.Module:
@@ -78,8 +70,6 @@ def test_torch_has_every_private_name(name: str) -> None:
 
 def test_torch_has_the_nodes_that_graphs_are_known_by() -> None:
     weight = torch.ones(1, requires_grad=True)
-    node = (weight * 2).grad_fn.next_functions[0][0]
-    assert node.variable is weight
     output = checkpoint(torch.sin, weight, use_reentrant=True)
     assert output.grad_fn.name().startswith("CheckpointFunction")
 

@@ -1,8 +1,12 @@
-"""Links of the documentation lead somewhere, commands can be typed as they stand, Python runs, pictures can be read."""
+"""Links of the documentation lead somewhere, commands and Python run, pictures can be read."""
 
 import io
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -97,13 +101,15 @@ def commands(text: str) -> list[Typed]:
 
 
 def read_command(line: str) -> Typed | None:
-    """`megabatch …`, or `-m megabatch…` of python and torchrun."""
+    """`megabatch …`, also of srun, or `-m megabatch…` of python and torchrun."""
     try:
         words = shlex.split(line)
     except ValueError:  # an apostrophe: no shell would take it
         return None
     while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
         words.pop(0)
+    if words[:1] == ["srun"]:
+        words = words[words.index("megabatch") :]
     if not words or words[0] not in ("megabatch", "python", "torchrun", ".venv/bin/python"):
         return None
     module, rest = words[0], words[1:]
@@ -288,7 +294,165 @@ def test_a_picture_can_be_read_on_any_background_and_by_a_screen_reader(picture:
     assert {element.tag.removeprefix(svg) for element in root.iter()}.isdisjoint({"script", "image", "foreignObject"})
 
 
+# What readers stumbled over, and what to write instead.
+PRIVATE_ENGLISH = {
+    "goes on to the bit": "resumes bit-exactly",
+    "to the bit": "bit-exactly, bit for bit",
+    "halves": "bf16/fp16",
+    "the field": "other libraries",
+    "every tool": "other libraries",
+    "whom": "a sentence with another subject",
+    "owed": "prior work",
+    "tells": "reports, shows",
+    "is told": "is set to",
+    "takes part": "is a contender",
+    "nobody": "no one, or passive",
+    "everybody": "all",
+    "of its own accord": "by default",
+    "stands in for": "replaces",
+    "by side effect": "as a side effect",
+    "what is no": "other",
+    "so many": "the number",
+}
+# Not held to it: what is still to follow, and words of their time.
+EXEMPT = ("chunked", "docs/plan.md", "docs/first-gpu.md", "docs/changelog.md", "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+def test_a_page_is_in_plain_english(page: str) -> None:
+    assert private_english(prose((ROOT / page).read_text())) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in megabatch.__all__ if name not in EXEMPT])
+def test_a_docstring_is_in_plain_english(name: str) -> None:
+    assert private_english(getattr(megabatch, name).__doc__) == {}
+
+
+def private_english(text: str) -> dict[str, str]:
+    text = " ".join(text.lower().split())
+    return {words: better for words, better in PRIVATE_ENGLISH.items() if re.search(rf"\b{words}\b", text)}
+
+
+# ---- every command is run, smaller than it stands, or named here
+
+# Words that make a command small: flags given twice count as given last.
+SMALLER = {
+    "check": "--device cpu --quick --backend eager --only clip_loss",
+    "plan": "",
+    "bench list": "",
+    "bench loss": "--quick --losses clip --contenders megabatch",
+    "bench peers": "--quick --losses clip --contenders megabatch",
+    "bench paper": "--quick --contenders ring",
+    "bench ring": "--quick --contenders ring",
+    "bench step": "--quick --contenders megabatch_whole",
+    "bench chunked": "--quick --contenders megabatch",
+    "bench gradients": "--ranks 2 --rows 8 --losses clip --packages megabatch",
+    "train": "--global-batch-size 64 --train-num-samples 128 --workers 0 --val-frequency 0",
+    "eval": "",
+    "export": "",
+}
+# Those that no test runs, by how they begin, and why.
+NOT_RUN = {
+    "torchrun": "several GPUs",
+    ".venv/bin/torchrun": "several GPUs",
+    "srun": "a cluster",
+    "megabatch bench step --model ViT-B-32": "minutes on a GPU",
+    "megabatch export": "a model of open_clip or Hugging Face; tests/test_train_load.py",
+    "python -m tools.kernels": "minutes to hours of compiling, --tune a GPU; tests/test_kernels.py compiles parts",
+    "python -m tools.tables run": "minutes to hours on a quiet machine",
+    "python -m tools.tables write": "writes into pages; tests/test_tables.py checks that nothing would change",
+    "make": "sets up an environment; it runs what the tests and the workflows run",
+    "pip": "installs",
+    "git": "downloads",
+    "python -m pytest": "runs tests",
+    ".venv/bin/python -m pytest": "runs tests",
+}
+PROGRAMS = ("megabatch", "python", ".venv/bin/python", ".venv/bin/torchrun", "torchrun", "srun", "make", "pip", "git")
+MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "bench", "plan")}
+FIRST_RUN = "--epochs 10 --name first"  # the run that other commands evaluate, export and resume
+
+
+def shell_lines() -> list[str]:
+    """Every command of every page, once."""
+    found = [" ".join(line.split()) for page in WITH_COMMANDS for line in lines((ROOT / page).read_text())]
+    return [line for line in dict.fromkeys(found) if line.partition(" ")[0] in PROGRAMS and line not in MENTIONED]
+
+
+def begins(line: str, start: str) -> bool:
+    return f"{line} ".startswith(f"{start} ")
+
+
+def smaller(line: str) -> tuple[str, ...]:
+    """The arguments of python to run a command with."""
+    typed = read_command(line)
+    if typed is None:
+        return ()
+    kind = next((kind for kind in SMALLER if begins(" ".join(typed.words), kind)), "")
+    as_it_stands = {"--resume", "--help"} & set(typed.rest)
+    more = [] if as_it_stands or not kind else SMALLER[kind].split()
+    more += ["--steps", "2"] if "--steps" in typed.rest else []
+    return ("-m", typed.module, *typed.words, *typed.rest, *more)
+
+
+SHELL = [line for line in shell_lines() if " " in line]
+RUN = {smaller(line): line for line in SHELL if not any(begins(line, start) for start in NOT_RUN)}
+
+
+def test_every_command_is_run_or_named_as_one_that_is_not() -> None:
+    assert () not in RUN, RUN[()]
+    assert [start for start in NOT_RUN if not any(begins(line, start) for line in SHELL)] == []
+    assert len([line for line in RUN.values() if FIRST_RUN in line]) == 1
+
+
+# For what imports open_clip, whose torchvision may not fit the machine.
+WITH_TORCHVISION = "from tests.shims import import_torchvision; import_torchvision()\n"
+WITH_TORCHVISION += "import sys; from megabatch.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run_in(folder: Path, words: tuple[str, ...]) -> None:
+    if "imagenet" in words:
+        words = ("-c", WITH_TORCHVISION, *words[2:])
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr or ended.stdout
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data that the pages name, and their first training run."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("pages")
+    pictures = ["photos/cat/1.png", "photos/dog/2.png", "imagenet/val/n01440764/3.png", "coco/val2014/4.png"]
+    for name in pictures:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (len(name), 90, 200)).save(folder / name)
+    rows = [f"{name}\tpicture {number}\n" for number, name in enumerate(pictures)]
+    (folder / "held_out.csv").write_text("filepath\ttitle\n" + "".join(rows))
+    (folder / "names.txt").write_text("cat\ndog\n")
+    (folder / "prompts.txt").write_text("a photo of a {}.\n")
+    captions = [{"image_id": 1, "caption": "a picture"}, {"image_id": 1, "caption": "a blue picture"}]
+    coco = {"images": [{"id": 1, "file_name": "4.png"}], "annotations": captions}
+    (folder / "coco/val2014/coco_test_karpathy.json").write_text(json.dumps(coco))
+    run_in(folder, next(words for words, line in RUN.items() if FIRST_RUN in line))
+    return folder
+
+
+@pytest.mark.parametrize("line", [line for line in RUN.values() if FIRST_RUN not in line])
+def test_a_command_of_a_page_runs(line: str, workplace: Path) -> None:
+    run_in(workplace, smaller(line))
+
+
 # ---- the readers can tell right from wrong
+
+
+def test_private_english_is_found() -> None:
+    assert private_english("A run goes on\nto the bit.") == {
+        words: PRIVATE_ENGLISH[words] for words in ("goes on to the bit", "to the bit")
+    }
+    assert private_english("A run resumes bit-exactly.") == {}
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:

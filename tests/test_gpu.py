@@ -9,14 +9,19 @@ the tests, and nothing else.
 import math
 import os
 import socket
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.nn.functional import normalize
 
 import megabatch
@@ -24,7 +29,9 @@ from megabatch import reference
 from megabatch.backends import triton_settings
 from megabatch.backends.triton_backend import Triton
 from megabatch.check import gpu
-from megabatch.check.gpu import FAILED, OK, PLAIN, Call, calls
+from megabatch.check.cases import cases
+from megabatch.check.exactness import Way, compare
+from megabatch.distributed.world import World
 from tools.kernels import tuning
 
 from .test_losses import LOSSES, make_inputs
@@ -346,58 +353,110 @@ def test_kernels_run_where_the_features_are() -> None:
         torch.testing.assert_close(found[1][name].cpu(), value.cpu())
 
 
-# ---- host reads and launches
+# ---- host reads
 
 
-@pytest.mark.parametrize("call", calls(LOSSES, ["eager", "triton"], [named(dtype) for dtype in DTYPES]), ids=str)
-def test_the_host_reads_nothing_back(call: Call) -> None:
-    if REHEARSAL and call.backend == "triton":
+def host_read(step: Callable[[], object]) -> str:
+    """In a rehearsal, only that the step runs."""
+    if REHEARSAL:
+        step()
+        return ""
+    return gpu.host_read(step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_host_reads_nothing_back(
+    loss: str, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all cases of `megabatch check`, whose results are right, too."""
+    if REHEARSAL and backend == "triton":
         pytest.skip("kernels need a GPU")
-    (found,) = gpu.host_reads([call], torch.device(DEVICE), nullcontext if REHEARSAL else gpu.watched)
-    assert found.status == OK, found
+    if REHEARSAL:
+        monkeypatch.setattr(gpu, "no_host_reads", nullcontext)
+    for case in cases(loss, quick=False):
+        found = compare(case, named(dtype), Way(backend), World(torch.device(DEVICE)), watched=True)
+        assert [str(one) for one in found if not one.ok] == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_host_reads_nothing_back_of_numbers_that_it_knows(loss: str) -> None:
+    inputs = with_numbers(to_device(make_inputs(loss, 293, 72), torch.float32))
+    results(megabatch, loss, inputs, backend=BACKEND)  # compiles
+    assert host_read(lambda: results(megabatch, loss, inputs, backend=BACKEND)) == ""
+
+
+def with_numbers(inputs: Inputs) -> Inputs:
+    """Scale and bias as numbers of the host."""
+    return {name: x.item() if name.startswith("logit_") else x for name, x in inputs.items()}
 
 
 @cuda_only
-def test_the_meter_of_host_reads_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    clip_loss = megabatch.clip_loss
+def test_the_meter_of_host_reads_can_fail() -> None:
+    x = torch.ones(3, device=DEVICE)
+    assert host_read(x.sum) == ""
+    assert host_read(x.sum().item) != ""
 
-    def reads(**given: Any) -> Any:
-        value = clip_loss(**given)
-        return value * float(value.item() != 0)
 
-    monkeypatch.setattr(megabatch, "clip_loss", reads)
-    (found,) = gpu.host_reads([Call("clip_loss", PLAIN, "eager")], torch.device(DEVICE))
-    assert found.status == FAILED
-    assert found.count == 1
+# ---- launches
+
+# What the profiler does on its own account.
+OVERHEAD = ("Activity Buffer", "Command Buffer", "Lazy Function", "Instrumentation", "Resource")
+# A batch of so many tiles a side. Kept: all logits fit the default budget. Else fewer fit than are worth keeping.
+TILES = [(256, (2, 4, 6), {}), (2048, (8, 12, 16), {"memory_budget": "48MiB"})]
+
+
+def launched(work: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> Counter[str]:
+    """What ran on the device, by name: kernels, copies and fills, but no sums of a library's split product."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(2):  # the first compiles, and starts the profiler
+        given = prepare()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profile:
+            work(given)
+            torch.cuda.synchronize()
+    events = [event for event in profile.events() or [] if event.device_type == DeviceType.CUDA]
+    names = [event.name for event in events if not getattr(event, "is_user_annotation", False)]
+    return Counter(name for name in names if not name.startswith(OVERHEAD) and "splitkreduce" not in name.lower())
 
 
 @cuda_only
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_small_step_launches_at_most_45_kernels(backend: str) -> None:
-    for found in gpu.launches(["clip_loss"], [backend], "float32", torch.device(DEVICE)):
-        if "whole step" in found.name:
-            assert found.status == OK, found
+    inputs = to_device(make_inputs("clip_loss", 256, 512), torch.float32)
+    seen = launched(lambda _: results(megabatch, "clip_loss", inputs, backend=backend))
+    assert 0 < seen.total() <= 45, seen
 
 
 @cuda_only
+@pytest.mark.parametrize(("tile", "sides", "options"), TILES, ids=["logits kept", "logits computed again"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_tile_launches_at_most_three_kernels_forward_and_three_backward(loss: str) -> None:
-    found = [each for each in gpu.launches([loss], ["triton"], "float32", torch.device(DEVICE)) if "tile" in each.name]
-    assert len(found) >= 2
-    assert not [str(each) for each in found if each.status != OK]
+def test_a_tile_launches_at_most_three_kernels_forward_and_three_backward(
+    loss: str, tile: int, sides: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Launches grow by a constant, by strips of tiles and by tiles. The second difference leaves the tiles alone."""
+    counts, tiles = [], []
+    for side in sides:
+        inputs = with_numbers(to_device(make_inputs(loss, side * tile, 72), torch.bfloat16))
+        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        how = {"normalize": False, "backend": "triton", "tile": tile, **options}
+        forward = partial(getattr(megabatch, loss), **inputs, **how)
+        backward = launched(lambda value, wanted=wanted: torch.autograd.grad(value, wanted), forward)
+        counts.append((launched(lambda _, forward=forward: forward()).total(), backward.total()))
+        strips = side * (2 if loss == "nt_xent_loss" else 1)
+        tiles.append(strips * (strips + 1) / 2 if loss in ("nt_xent_loss", "supcon_loss") else strips**2)
+    assert counts[-1] > (0, 0)
+    per_tile = [(a - 2 * b + c) / (tiles[0] - 2 * tiles[1] + tiles[2]) for a, b, c in zip(*counts, strict=True)]
+    # Both passes of these are one walk over the tiles: the forward may launch what others do in the backward.
+    one_pass = loss in ("siglip_loss", "info_nce_loss")
+    assert sum(per_tile) <= 6 if one_pass else max(per_tile) <= 3, per_tile
 
 
 @cuda_only
 def test_the_meter_of_launches_can_fail() -> None:
     x = torch.ones(3, device=DEVICE)
-
-    def work() -> None:
-        for _ in range(7):
-            x.add_(1)
-
-    gpu.profiled(work)  # the first time the profiler starts
-    _, events = gpu.profiled(work)
-    assert gpu.launched(events).total() == 7
+    assert launched(lambda _: [x.add_(1) for _ in range(7)]).total() == 7
 
 
 # ---- ranks
@@ -500,23 +559,81 @@ def test_ranks_equal_one_process(size: int, tmp_path: Path) -> None:
 # ---- graphs: last, for a capture that fails may leave the device unusable
 
 
-@cuda_only
-@pytest.mark.parametrize(
-    "call", calls(LOSSES, ["eager", "triton"], ["float32"], (gpu.DEFAULT, PLAIN, gpu.SCALE)), ids=str
-)
-def test_a_step_can_be_captured_in_a_graph_and_compiled_with_reduce_overhead(call: Call) -> None:
-    failed = [str(found) for found in gpu.graphs([call], torch.device(DEVICE)) if found.status != OK]
-    assert not failed
+def captured(step: Callable[[Inputs], Results], inputs: Inputs) -> Callable[[Inputs], Results]:
+    """The step as a graph that is captured with these inputs, and replayed with those that it is given."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(inputs)
+
+    def replay(others: Inputs) -> Results:
+        with torch.no_grad():
+            for name, x in others.items():
+                if isinstance(x, Tensor):
+                    inputs[name].copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        return found
+
+    return replay
+
+
+def reduced(step: Callable[[Inputs], Results], inputs: Inputs) -> Callable[[Inputs], Results]:
+    """The same by the compiler, which records after the first few calls. Its forward alone is compiled."""
+    torch.compiler.reset()
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        step(inputs)
+
+    def replay(others: Inputs) -> Results:
+        torch.compiler.cudagraph_mark_step_begin()
+        return {name: x.clone() for name, x in step(others).items()}
+
+    return replay
+
+
+def assert_replays(capture: Any, library: Any, loss: str, numbers: bool, backend: str) -> None:
+    """Captured with some numbers, replayed with others. Another order of a sum at most: numbers of the captured batch
+    would be off by their own size."""
+    first, others = (to_device(make_inputs(loss, 293, 72), torch.float32) for _ in range(2))
+    if numbers:
+        first, others = with_numbers(first), with_numbers(others)
+
+    def step(inputs: Inputs) -> Results:
+        return results(library, loss, inputs, backend=backend, tile=160)
+
+    expected = results(megabatch, loss, others, backend=backend, tile=160)
+    got = capture(step, first)(others)
+    for name, right in expected.items():
+        error = (got[name].double() - right.double()).abs().max().item()
+        assert error <= 100 * EPS[torch.float32] * right.abs().max().item(), f"{name} is off by {error:.1e}"
 
 
 @cuda_only
-def test_the_check_of_captures_can_fail() -> None:
+@pytest.mark.parametrize("numbers", [True, False], ids=["scale known to the host", "scale with a gradient"])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_can_be_captured_in_a_graph_and_compiled_with_reduce_overhead(
+    loss: str, backend: str, numbers: bool
+) -> None:
+    assert_replays(captured, megabatch, loss, numbers, backend)
+    compiled = SimpleNamespace(**{loss: torch.compile(getattr(megabatch, loss), mode="reduce-overhead")})
+    assert_replays(reduced, compiled, loss, numbers, backend)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_check_of_captures_can_fail(loss: str) -> None:
     """A replay without the new numbers gives the results of the captured ones."""
 
-    def stale(step: Any, inputs: Any) -> Any:
-        replay = gpu.captured(step, inputs)
-        return lambda others: replay(inputs)
+    def stale(step: Callable[[Inputs], Results], inputs: Inputs) -> Callable[[Inputs], Results]:
+        found = step(inputs)
+        return lambda others: found
 
-    call = Call("clip_loss", PLAIN, "eager")
-    found = gpu.graphs([call], torch.device(DEVICE), capture=stale, compiler=lambda forward: forward)
-    assert [each.status for each in found] == [FAILED, OK]
+    assert_replays(lambda step, inputs: step, megabatch, loss, False, BACKEND)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_replays(stale, megabatch, loss, False, BACKEND)

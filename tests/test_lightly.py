@@ -261,19 +261,20 @@ def test_ranks_with_different_numbers_of_rows_are_one_batch(pool: Pool) -> None:
         torch.testing.assert_close(told, alone)
 
 
-def logged_lines(rank: int, group: dist.ProcessGroup, gather: bool) -> list[str]:
+def logged_lines(rank: int, group: dist.ProcessGroup, gather: bool, bank: int) -> list[str]:
     with LoggedLines("megabatch.integrations") as lines:
-        loss = NTXentLoss(gather_distributed=gather)
+        loss = NTXentLoss(gather_distributed=gather, memory_bank_size=(bank, 6) if bank else 0)
         for _ in range(2):
-            loss(*views(3 + rank))
+            loss(*views(3 + rank * (not bank)))
     return lines
 
 
-def test_local_negatives_on_several_ranks_are_logged_once_by_rank_0(pool: Pool) -> None:
-    (line,), *others = pool.run(2, logged_lines, False)
+@pytest.mark.parametrize("bank", [0, 16])
+def test_local_negatives_on_several_ranks_are_logged_once_by_rank_0(bank: int, pool: Pool) -> None:
+    (line,), *others = pool.run(2, logged_lines, False, bank)
     assert line.startswith("NTXentLoss: each of 4 ranks uses only its own rows as negatives. Pass gather_distributed=")
     assert others == [[]]
-    assert pool.run(4, logged_lines, True) == [[]] * 4
+    assert pool.run(4, logged_lines, True, bank) == [[]] * 4
 
 
 def step_alone(sizes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:

@@ -389,14 +389,14 @@ def test_the_program_trains_as_open_clip_train(tmp_path: Path) -> None:
     write_data(tmp_path)
     theirs, mine = run_programs(tmp_path, "--siglip", "--loss-dist-impl", "shift")
     assert_same_log(theirs, mine, steps=8)
-    assert "SigLipLoss: no effect of dist_impl here" in mine
+    assert "SigLipLoss: ignored here: dist_impl" in mine
 
 
 def test_the_program_trains_as_open_clip_train_on_two_ranks(world: Path) -> None:
     """With gather_with_grad alone the original reports the value of all ranks, too."""
     theirs, mine = ((world / "logs" / whose / "out.log").read_text() for whose in ("original", "ours"))
     assert_same_log(theirs, mine, steps=4)
-    assert "ClipLoss: no effect of gather_with_grad here" in mine
+    assert "ClipLoss: ignored here: gather_with_grad" in mine
 
 
 # ---- where the original runs out of memory
@@ -458,8 +458,8 @@ def test_one_line_for_all_that_does_not_matter(
         assert lines == []
     else:
         name, arguments = told.split(": ")
-        rest = "The gradient is always exact, the value that of all ranks."
-        assert lines == [f"{name}: no effect of {arguments} here. {rest}"]
+        rest = "The gradient is always exact, and the value is that of all ranks."
+        assert lines == [f"{name}: ignored here: {arguments}. {rest}"]
 
 
 @pytest.mark.parametrize("local_loss", [False, True])
@@ -593,6 +593,15 @@ def test_install_refuses_a_version_that_has_no_such_factory(monkeypatch: pytest.
 def test_a_missing_open_clip_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ImportError, match=r"open_clip must be importable, .* Run pip install 'megabatch\[open_clip\]'"):
+        ours.install()
+
+
+def test_a_broken_torchvision_is_not_answered_by_an_installation_of_open_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(ours, "import_module", broken)
+    with pytest.raises(ImportError, match=r"got RuntimeError: operator torchvision::nms does not exist\. Repair"):
         ours.install()
 
 

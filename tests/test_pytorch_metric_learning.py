@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.integrations import pytorch_metric_learning as ours
 
-from .ranks import Pool
+from .ranks import LoggedLines, Pool
 from .test_memory import MIB, LargestTensor, LiveBytes
 
 NAMES = ("NTXentLoss", "SupConLoss")
@@ -523,3 +523,19 @@ def test_distributed_wrapper(name: str, efficient: bool, pool: Pool) -> None:
     expected = pool.run(4, wrapped, False, name, efficient)
     for found, theirs in zip(pool.run(4, wrapped, True, name, efficient), expected, strict=True):
         torch.testing.assert_close(found, theirs)
+
+
+def logged_lines(rank: int, group: dist.ProcessGroup, name: str, gather: bool) -> list[str]:
+    with LoggedLines("megabatch.integrations") as lines:
+        loss = getattr(ours, name)()
+        for _ in range(2):
+            (DistributedLossWrapper(loss) if gather else loss)(leaf(6), torch.arange(6) // 2)
+    return lines
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_local_negatives_on_several_ranks_are_logged_once_by_rank_0(name: str, pool: Pool) -> None:
+    (line,), *others = pool.run(2, logged_lines, name, False)
+    assert line.startswith(f"{name}: each of 4 ranks uses only its own rows as negatives. Wrap it in pytorch_metric_")
+    assert others == [[]]
+    assert pool.run(4, logged_lines, name, True) == [[]] * 4

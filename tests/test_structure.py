@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
 from megabatch import reference
+
+from .shims import import_torchvision
 
 PACKAGE = Path(megabatch.__file__).parent
 PATHS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -210,6 +213,17 @@ def test_every_public_name_resolves():
     assert len(megabatch.__all__) == len(set(megabatch.__all__))
     for name in megabatch.__all__:
         assert getattr(megabatch, name) is not None
+
+
+DROP_INS = ["inf_cl", "lightly", "open_clip", "pytorch_metric_learning", "sentence_transformers"]
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_a_drop_in_shows_its_public_names_only(name):
+    if name == "sentence_transformers":
+        import_torchvision()
+    module = import_module(f"megabatch.integrations.{name}")
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_reference_offers_exactly_the_twins():

@@ -66,7 +66,7 @@ def values_of(option: Option) -> st.SearchStrategy[Any]:
     elif option.kind is bool:
         found = st.booleans()
     elif option.kind is int:
-        found = st.integers(rules.get("at_least"), rules["below"] - 1 if "below" in rules else None)
+        found = st.integers(rules.get("at_least"), rules.get("at_most", rules.get("below", 2**63) - 1))
     elif option.kind is float:
         low, high = rules.get("above", rules.get("at_least")), rules.get("below", rules.get("at_most"))
         exclude = {"exclude_min": "above" in rules, "exclude_max": "below" in rules}
@@ -241,7 +241,7 @@ def test_an_empty_file_changes_nothing(yaml_file, text):
         ("lr: fast", "line 1: lr must be a number, at least 0, got 'fast'."),
         ("\n\nlr: -1", "line 3: lr must be a number, at least 0, got -1.0."),
         ("steps: 1.5", "line 1: steps must be a whole number, at least 1, got '1.5'."),
-        ("workers: null", "line 1: workers must be a whole number, at least 0, got None."),
+        ("workers: null", "line 1: workers must be a whole number, at least 0 and at most 1024, got None."),
         ("lock_image: 1", "line 1: lock_image must be true or false, got '1'."),
         ("loss: dense", "line 1: loss must be one of clip, siglip, infonce, got 'dense'."),
         ("loss:", "line 1: loss must be one of clip, siglip, infonce, got None."),

@@ -1,16 +1,21 @@
 """Where samples come from and how they become tensors: real files, hostile ones, ranks and workers."""
 
 import contextlib
+import errno
+import faulthandler
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import queue
 import re
 import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import warnings
 import zlib
@@ -26,29 +31,20 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from megabatch.train.config import Data
-from megabatch.train.data import (
-    BadSample,
-    Batch,
-    ImageFolder,
-    Order,
-    Prepare,
-    Sample,
-    Shard,
-    Shards,
-    Source,
-    Table,
-    TextPairs,
-    batches,
-    loader,
-    open_source,
-    shards,
-)
+from megabatch.train.data import loader, open_source, tars, workers
+from megabatch.train.data import prepare as prepare_module
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
-from megabatch.train.data.labelled import read_templates
-from megabatch.train.data.source import OpenFiles, Strings
+from megabatch.train.data.labelled import ImageFolder, read_templates
+from megabatch.train.data.loader import RankBatch, Requests, batches
+from megabatch.train.data.order import Order
+from megabatch.train.data.pairs import TextPairs
+from megabatch.train.data.prepare import Prepare
+from megabatch.train.data.shards import Shards
+from megabatch.train.data.source import BadSample, Lost, OpenFiles, Sample, Shard, Source, Strings
+from megabatch.train.data.tables import Table
 from megabatch.train.preprocessing import Preprocessing, random_box, to_tensor
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, LoggedLines
 
 
 def picture(number: int, size: tuple[int, int] = (24, 16), mode: str = "RGB") -> Image.Image:
@@ -113,6 +109,10 @@ def texts_of(tokens: Tensor) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in tokens.tolist()]
 
 
+def captions_of(batch: RankBatch) -> list[str]:
+    return texts_of(batch.second[: len(batch.ids)])
+
+
 def make_prepare(**changes: Any) -> Prepare:
     options: dict[str, Any] = {"preprocessing": SMALL, "crop_scale": 0.5, "seed": 0}
     options |= {"duplicates": "caption", "train": True} | changes
@@ -160,10 +160,16 @@ class Pictures(Listed):
         )
 
 
-def load(source: Source, prepare: Prepare | None = None, order: Order | None = None, **changes: Any) -> list[Batch]:
-    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 0, "first_step": 0}
-    options |= {"last_step": 3} | changes
-    return list(batches(source, prepare or make_prepare(), order or Order(source.shards, seed=0), **options))
+def requests_for(source: Source, order: Order | None = None, **changes: Any) -> Requests:
+    options: dict[str, Any] = {"batch_size": 8, "last_step": 3} | changes
+    return Requests(order or Order(source.shards, seed=0), **options)
+
+
+def load(
+    source: Source, prepare: Prepare | None = None, order: Order | None = None, *, workers: int = 0, **changes: Any
+) -> list[RankBatch]:
+    requests = requests_for(source, order, **changes)
+    return list(batches(source, prepare or make_prepare(), requests, workers=workers))
 
 
 # Images
@@ -434,7 +440,7 @@ def test_bad_images_of_a_table_are_bad_samples(tmp_path: Path) -> None:
     assert len(batch.ids) == 1
     assert {Path(name).name: reason for name, reason in batch.bad} == {
         "exe.jpg": NOT_AN_IMAGE,
-        "folder.jpg": NOT_AN_IMAGE,
+        "folder.jpg": "not a file",
         "missing.jpg": "no such file",
         "x": "no such file",
         tmp_path.name: "no such file",
@@ -621,7 +627,7 @@ def test_bad_samples_of_a_shard_are_skipped_and_named(tmp_path: Path) -> None:
     }
     path = write_tar(tmp_path / "0.tar", files)
     (batch,) = load(Shards(str(path)), last_step=1)
-    assert texts_of(batch.second) == ["h"]
+    assert captions_of(batch) == ["h"]
     assert dict(batch.bad) == {
         f"{path}: a": NOT_AN_IMAGE,
         f"{path}: b": "caption is not UTF-8",
@@ -865,11 +871,12 @@ def test_a_piece_of_bad_samples_has_no_rows_but_its_shapes(tmp_path: Path) -> No
 # Batches
 
 
-def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
+def assert_same(ours: Sequence[RankBatch], others: Sequence[RankBatch]) -> None:
     assert [batch.step for batch in ours] == [batch.step for batch in others]
     for mine, other in zip(ours, others, strict=True):
-        assert mine.first.equal(other.first)
-        assert mine.second.equal(other.second)
+        rows = len(other.ids)
+        assert mine.first[:rows].equal(other.first[:rows])
+        assert mine.second[:rows].equal(other.second[:rows])
         assert mine.ids.equal(other.ids)
         assert mine.bad == other.bad
         for name in ("negatives", "negative_ids"):
@@ -878,10 +885,12 @@ def assert_same(ours: Sequence[Batch], others: Sequence[Batch]) -> None:
             assert left is None or left.equal(right)
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
+def joined(parts: Sequence[RankBatch]) -> RankBatch:
     """The parts of all ranks, as one."""
-    tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("first", "second", "ids")]
-    return Batch(*tensors, None, None, [bad for part in parts for bad in part.bad], step=parts[0].step)
+    tensors = [
+        torch.cat([getattr(part, name)[: len(part.ids)] for part in parts]) for name in ("first", "second", "ids")
+    ]
+    return RankBatch(*tensors, [bad for part in parts for bad in part.bad], step=parts[0].step)
 
 
 @pytest.fixture
@@ -933,7 +942,7 @@ def test_images_ids_and_tokens_of_a_row_belong_together() -> None:
     source = Pictures(30, bad=[2])
     prepare = make_prepare(train=False)
     for batch in load(source, prepare, workers=2):
-        for row, text in enumerate(texts_of(batch.second)):
+        for row, text in enumerate(captions_of(batch)):
             number = int(text.split()[1])
             expected = prepare(source, [0], [number])
             assert batch.first[row].equal(expected.first[0])
@@ -957,7 +966,7 @@ def test_evaluation_ends_with_a_partial_batch() -> None:
     order = Order(source.shards, seed=0, shuffle=False)
     parts = [load(source, order=order, rank=r, world_size=3, last_step=None) for r in range(3)]
     assert [[len(batch.ids) for batch in part] for part in parts] == [[2, 2, 1], [3, 3, 1], [3, 3, 2]]
-    rows = [text for step in zip(*parts, strict=True) for batch in step for text in texts_of(batch.second)]
+    rows = [text for step in zip(*parts, strict=True) for batch in step for text in captions_of(batch)]
     assert rows == [f"caption {i}" for i in range(20)]
 
 
@@ -996,7 +1005,7 @@ class Reporting(Pictures):
 @pytest.mark.usefixtures("small_pieces")
 def test_workers_share_a_step_with_one_thread_each_and_leave_signals_to_the_trainer() -> None:
     (batch,) = load(Reporting(64), batch_size=64, last_step=1, workers=2)
-    pids, threads, ignored = zip(*(text.split() for text in texts_of(batch.second)), strict=True)
+    pids, threads, ignored = zip(*(text.split() for text in captions_of(batch)), strict=True)
     assert len(set(pids)) == 2
     assert str(os.getpid()) not in pids
     assert set(threads) == {"1"}
@@ -1007,10 +1016,9 @@ def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def endless(**changes: Any) -> Iterator[Batch]:
+def endless(**changes: Any) -> Iterator[RankBatch]:
     source = Pictures(50)
-    options: dict[str, Any] = {"batch_size": 8, "rank": 0, "world_size": 1, "workers": 2, "first_step": 0}
-    return batches(source, make_prepare(), Order(source.shards, seed=0), **(options | {"last_step": None} | changes))
+    return batches(source, make_prepare(), requests_for(source, last_step=None, **changes), workers=2)
 
 
 def test_workers_end_when_the_iterator_is_closed_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1055,14 +1063,187 @@ def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
     assert "given up" in ended.stderr
 
 
+def test_the_next_batch_is_put_together_beside_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the trainer holds the first and asks for nothing."""
+    made: queue.Queue[tuple[int, threading.Thread]] = queue.Queue()
+    original = loader._Loader.next_batch
+
+    def next_batch(self: loader._Loader) -> RankBatch | None:
+        batch = original(self)
+        assert batch is not None
+        made.put((batch.step, threading.current_thread()))
+        return batch
+
+    monkeypatch.setattr(loader._Loader, "next_batch", next_batch)
+    iterator = endless()
+    assert next(iterator).step == 0
+    for step in range(2):
+        assert made.get(timeout=PATIENCE)[0] == step
+    assert next(iterator).step == 1
+    assert made.get(timeout=PATIENCE)[1] is not threading.main_thread()
+
+
+class Unpicklable(Pictures):
+    def __reduce__(self) -> Any:
+        raise TypeError("copied")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere forks are not safe")
+def test_workers_share_the_index_whatever_python_s_default_is() -> None:
+    """From 3.14 on it is a server, to which an index of gigabytes would be sent once per worker."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        assert_same(load(Unpicklable(8), workers=2), load(Pictures(8)))
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 class Deadly(Pictures):
+    """Some samples kill who reads them."""
+
+    def __init__(self, count: int, deadly: dict[int, signal.Signals]) -> None:
+        super().__init__(count)
+        self.deadly = deadly
+
     def __getitem__(self, index: int) -> Sample:
-        os._exit(3)
+        if index in self.deadly:
+            faulthandler.disable()  # pytest's, which prints
+            os.kill(os.getpid(), self.deadly[index])
+        return super().__getitem__(index)
 
 
-def test_a_worker_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
-        load(Deadly(8), workers=1)
+@pytest.fixture
+def logged() -> Iterator[LoggedLines]:
+    with LoggedLines("megabatch") as lines:
+        yield lines
+
+
+DEADLY = {3: signal.SIGSEGV, 4: signal.SIGKILL, 11: signal.SIGBUS}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.usefixtures("small_pieces")
+def test_a_sample_that_kills_its_worker_is_named_and_left_out(workers: int, logged: LoggedLines) -> None:
+    found = load(Deadly(20, DEADLY), workers=workers, batch_size=12, last_step=4)
+    expected = load(Pictures(20, bad=list(DEADLY)), batch_size=12, last_step=4)
+    assert_same([replace(batch, bad=[]) for batch in found], [replace(batch, bad=[]) for batch in expected])
+    for batch, other in zip(found, expected, strict=True):
+        assert sorted(name for name, _ in batch.bad) == sorted(name for name, _ in other.bad)
+        assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in batch.lost)
+    reasons = {name: reason for batch in found for name, reason in batch.bad}
+    assert reasons == {f"sample {index}": f"its worker was killed by {DEADLY[index].name}" for index in DEADLY}
+    assert any(re.fullmatch(r"data: worker \d+ was killed by SIGSEGV at sample 3; restarted", line) for line in logged)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_replay_leaves_out_what_was_lost_and_nothing_else() -> None:
+    """Though it could read it, with any number of ranks and workers; and another pass tries the sample again."""
+    (killed, *_) = load(Deadly(20, DEADLY), workers=2, batch_size=12, last_step=1)
+    lost = {(each.position, each.index): each.reason for each in killed.lost}
+    assert len(lost) in (1, 2)
+    later = load(Pictures(20), batch_size=12, first_step=1, last_step=4)
+    for world_size, count in ((1, 0), (2, 0), (3, 1)):
+        options = {"batch_size": 12, "last_step": 4, "lost": lost, "world_size": world_size, "workers": count}
+        ranks = [load(Pictures(20), rank=rank, **options) for rank in range(world_size)]
+        first, *others = [joined(parts) for parts in zip(*ranks, strict=True)]
+        assert_same([replace(first, bad=[])], [replace(killed, bad=[])])
+        assert sorted(first.bad) == sorted(killed.bad)
+        assert_same(others, later)
+    elsewhere = {(position, index + 1): "" for position, index in lost}  # other data than there was
+    assert_same(load(Pictures(20), lost=elsewhere), load(Pictures(20)))
+
+
+def test_workers_that_die_of_every_sample_end_the_run(logged: LoggedLines) -> None:
+    with pytest.raises(RuntimeError, match=r"workers must live, but 9 in a row were killed by SIGKILL .*at sample"):
+        load(Deadly(50, dict.fromkeys(range(50), signal.SIGKILL)), workers=1, batch_size=20)
+
+
+def deadly_tokenizer(texts: Sequence[str]) -> Tensor:
+    os._exit(3)
+
+
+def test_workers_that_die_of_no_sample_end_the_run(logged: LoggedLines) -> None:
+    prepare = Prepare(deadly_tokenizer, SMALL, 1.0, 0, "caption", True)
+    with pytest.raises(RuntimeError, match=r"workers must live, but 3 in a row were ended with exit code 3 over"):
+        load(Pictures(8), prepare, workers=1)
+    assert any("at no sample; restarted" in line for line in logged)
+
+
+class Slow(Pictures):
+    def __getitem__(self, index: int) -> Sample:
+        if index == 5:
+            time.sleep(1)
+        return super().__getitem__(index)
+
+
+def test_a_slow_worker_is_not_called_dead(monkeypatch: pytest.MonkeyPatch, logged: LoggedLines) -> None:
+    monkeypatch.setattr(workers, "SLOW_SECONDS", 0.2)
+    assert_same(load(Slow(8), workers=1, last_step=1), load(Pictures(8), last_step=1))
+    assert any(
+        re.fullmatch(r"data: worker \d+ is alive and slow: .* s without an answer, at sample 5", x) for x in logged
+    )
+    assert not any("restarted" in line for line in logged)
+
+
+class FailingDisk(Pictures):
+    """Reading some samples fails so many times."""
+
+    def __init__(self, count: int, failures: dict[int, int]) -> None:
+        super().__init__(count)
+        self.failures = failures
+
+    def __getitem__(self, index: int) -> Sample:
+        self.failures[index] = left = self.failures.get(index, 0) - 1
+        if left >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("small_pieces")
+def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(monkeypatch, workers: int) -> None:
+    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    found = load(FailingDisk(20, {3: 3, 11: 1}), workers=workers, batch_size=20, last_step=1)
+    assert_same(found, load(Pictures(20), batch_size=20, last_step=1))
+    failing = {3: 99, 7: 99, 11: 3, 12: 99, 13: 99}
+    (batch,) = load(FailingDisk(20, failing), workers=workers, batch_size=20, last_step=1)
+    order, reason = Order([Shard(0, 20)], seed=0).of_step(0, 20)[1].tolist(), "disk error, 4 times: Input/output error"
+    expected = [Lost(order.index(sample), sample, f"sample {sample}", reason) for sample in (3, 7, 12, 13)]
+    assert sorted(batch.lost, key=lambda lost: lost.index) == expected
+    assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in expected)
+
+
+def test_a_disk_that_fails_all_the_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+    with pytest.raises(OSError, match=r"sample \d+: disk error, 4 times: .*, as with 8 samples before"):
+        load(FailingDisk(20, dict.fromkeys(range(20), 99)), batch_size=20)
+
+
+def test_a_file_that_could_not_be_read_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("abc")
+    files = OpenFiles()
+    files.read(tmp_path / "a", 0, 1)
+    (tmp_path / "b").write_text("xyz")
+    os.replace(tmp_path / "b", tmp_path / "a")  # as a server that came back
+
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", stale)
+        with pytest.raises(OSError, match="Stale"):
+            files.read(tmp_path / "a", 0, 1)
+    assert files.read(tmp_path / "a", 0, 1) == b"x"
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_shapes_stay_whatever_is_skipped() -> None:
+    """Rows beyond those with an id repeat others, as if drawn anew: a compiler sees one shape."""
+    (batch,) = load(Pictures(12, bad=[3, 4, 9]), batch_size=12, last_step=1)
+    assert (len(batch.ids), len(batch.first), len(batch.second)) == (9, 12, 12)
+    assert batch.first[9:].equal(batch.first[:3])
+    assert batch.second[9:].equal(batch.second[:3])
 
 
 class Faulty(Pictures):
@@ -1084,12 +1265,12 @@ def test_everything_that_goes_to_a_worker_can_be_pickled(tmp_path: Path) -> None
     assert len(prepare(source, [0] * 3, range(3)).ids) == 3
 
 
-# ---- headers of tars, read quickly where they are plain
+# ---- headers of tars
 
 
-def members_both_ways(path: Path) -> tuple[Any, Any]:
-    with path.open("rb") as file:
-        return shards._members_of_plain(file), shards._members_of_any(file)
+def members_by_tarfile(path: Path) -> list[tuple[str, int, int]]:
+    with tarfile.open(path) as tar:
+        return [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
 
 
 def write_members(path: Path, *names: str, **options: Any) -> Path:
@@ -1101,38 +1282,143 @@ def write_members(path: Path, *names: str, **options: Any) -> Path:
     return path
 
 
+NAMES = ["0.jpg", "folder/" * 12 + "0.jpg", "folder/" * 40 + "0.jpg", "é.jpg", "x" * 90 + ".jpg", "x" * 120 + ".jpg"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_plain_tars_are_read_quickly_and_alike(tmp_path, kind):
-    plain, slow = members_both_ways(write_members(tmp_path / "a.tar", "0.jpg", "0.txt", "1.jpg", "1.txt", format=kind))
-    assert plain == slow
-    assert len(plain) == 4
+def test_headers_are_read_as_tarfile_reads_them(tmp_path: Path, name: str, kind: int) -> None:
+    if kind == tarfile.USTAR_FORMAT and (len(name) > 250 or name.startswith("x" * 120)):
+        pytest.skip("too long for this format")
+    path = write_members(tmp_path / "a.tar", "1.txt", name, "1.jpg", "b/1.txt", format=kind)
+    assert tars.members(path) == members_by_tarfile(path)
+    assert [member[0] for member in tars.members(path)] == ["1.txt", name, "1.jpg", "b/1.txt"]
 
 
-@pytest.mark.parametrize("name", ["folder/" * 20 + "0.jpg", "é.jpg", "x" * 120 + ".jpg"])
-@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_other_tars_are_left_to_tarfile(tmp_path, name, kind):
-    path = write_members(tmp_path / "a.tar", name, "1.txt", format=kind)
-    plain, slow = members_both_ways(path)
-    assert plain in (None, slow)
-    assert [member[0] for member in shards._members(path)] == [name, "1.txt"]
-
-
-def test_folders_and_links_are_left_to_tarfile(tmp_path):
+def test_folders_links_and_what_is_said_of_all_files_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, kind in (("folder", tarfile.DIRTYPE), ("link", tarfile.SYMTYPE), ("0.jpg", tarfile.REGTYPE)):
+    headers = {"comment": "of all"}
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as tar:
+        for name, kind in (("f", tarfile.DIRTYPE), ("l", tarfile.SYMTYPE), ("h", tarfile.LNKTYPE), ("0.jpg", b"0")):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "0.jpg"
             tar.addfile(member)
-    assert members_both_ways(path)[0] is None
-    assert [name for name, _, _ in shards._members(path)] == ["0.jpg"]
+    assert [name for name, _, _ in tars.members(path)] == ["0.jpg"]
 
 
 @pytest.mark.parametrize("place", [0, 100, 124, 130, 150, 156, 257])
-def test_a_damaged_header_is_not_read_quickly(tmp_path, place):
+def test_a_damaged_header_is_refused(tmp_path: Path, place: int) -> None:
     path = write_members(tmp_path / "a.tar", "0.jpg", "0.txt", format=tarfile.GNU_FORMAT)
     data = bytearray(path.read_bytes())
     data[512 + place] ^= 1  # the second header
     path.write_bytes(data)
-    with path.open("rb") as file:
-        assert shards._members_of_plain(file) is None
+    with pytest.raises(ValueError, match=r"a\.tar: must be a whole, uncompressed tar, got no header .* at byte 512"):
+        tars.members(path)
+
+
+def header_of(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
+    """With a right sum, whatever it says."""
+    header = bytearray(name.ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + size.ljust(12, b"\0"))
+    header += b"00000000000\0" + b" " * 8 + kind + bytes(100) + b"ustar\x0000" + bytes(512 - 265)
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def sized(size: int) -> bytes:
+    return b"%011o\0" % size
+
+
+HOSTILE_TARS = {
+    "negative size": (header_of(b"0.jpg", b"-0000001000"), "a file of -512 bytes at byte 0"),
+    "negative binary size": (header_of(b"0.jpg", b"\xff" * 10 + b"\xfe\x00"), "a file of -512 bytes at byte 0"),
+    "size beyond the end": (header_of(b"0.jpg", sized(2**33 - 1)), "a file of 8589934591 bytes at byte 0 of"),
+    "huge binary size": (header_of(b"0.jpg", b"\x80" + b"\xff" * 11), "a file of [0-9]+ bytes at byte 0 of"),
+    "no number": (header_of(b"0.jpg", b"zz"), "a file of None bytes"),
+    "sparse": (header_of(b"0.jpg", sized(0), b"S"), "a sparse file at byte 0"),
+    "sparse by a record": (
+        header_of(b"x", sized(22), b"x") + b"22 GNU.sparse.major=1\n".ljust(512, b"\0") + header_of(b"a", sized(0)),
+        "a sparse file at byte 1024",
+    ),
+    "negative size by a record": (
+        header_of(b"x", sized(13), b"x") + b"13 size=-512\n".ljust(512, b"\0") + header_of(b"a", sized(0)),
+        "a file of None bytes at byte 1024",
+    ),
+    "record without end": (header_of(b"x", sized(9), b"x") + b"999 path=".ljust(512, b"\0"), "a damaged header"),
+    "record of no length": (header_of(b"x", sized(9), b"x") + b"0 path=a\n".ljust(512, b"\0"), "a damaged header"),
+    "huge header": (header_of(b"x", sized(2**21), b"L") + bytes(2**21), "a header of 2097152 bytes at byte 0"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_TARS)
+def test_tars_that_lie_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    content, message = HOSTILE_TARS[case]
+    (tmp_path / "a.tar").write_bytes(content + bytes(1024))
+    with pytest.raises(ValueError, match=rf"a\.tar: must be a whole, uncompressed tar, got {message}"):
+        Shards(str(tmp_path / "a.tar"))
+
+
+def test_as_many_shards_as_no_disk_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be at most 1000000 shards"):
+        Shards(str(tmp_path / "{0..999999999999}.tar"))
+
+
+def test_a_member_larger_than_memory_is_a_bad_sample(tmp_path: Path) -> None:
+    """6 GiB, of which the disk holds nothing."""
+    size, image = 6 * 2**30, encoded(picture(0))
+    blocks = [(b"a.jpg", size), (b"a.txt", 1), (b"b.jpg", len(image)), (b"b.txt", size), (b"c.jpg", len(image))]
+    with (tmp_path / "a.tar").open("wb") as file:
+        for name, length in [*blocks, (b"c.txt", 1)]:
+            file.write(header_of(name, sized(length)))
+            place = file.tell()
+            file.write(image if length == len(image) else b"c" if length == 1 else b"")
+            file.truncate(place + -(-length // 512) * 512)
+            file.seek(0, os.SEEK_END)
+        file.write(bytes(1024))
+    (batch,) = load(Shards(str(tmp_path / "a.tar")), batch_size=3, last_step=1)
+    assert captions_of(batch) == ["c"]
+    assert {reason for _, reason in batch.bad} == {"image of more than 268435456 or text of more than 1048576 bytes"}
+
+
+@pytest.mark.parametrize("what", ["fifo", "/dev/zero", "/dev/tty", "huge", "folder"])
+def test_a_row_that_names_no_plain_file_is_a_bad_sample(tmp_path: Path, what: str) -> None:
+    write_images(tmp_path, "a.jpg")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(6 * 2**30)
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\na.jpg\ta\n{what}\tb\n")
+    (batch,) = load(Table(tmp_path / "t.csv"), batch_size=2, last_step=1)
+    assert captions_of(batch) == ["a"]
+    assert [reason for _, reason in batch.bad] == [
+        "file of more than 268435456 bytes" if what == "huge" else "not a file"
+    ]
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    """6 GiB without an end of line, of which the disk holds nothing."""
+    for name in ("a.csv", "a.jsonl"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(6 * 2**30)
+        with pytest.raises(ValueError, match=rf"{name}: line 1 must have at most 67108864 characters"):
+            open_source(str(tmp_path / name))
+    os.rename(tmp_path / "a.csv", tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json: must have at most 2147483648 bytes, has 6442450944"):
+        open_source(str(tmp_path / "a.json"))
+    os.mkfifo(tmp_path / "fifo.csv")
+    with pytest.raises(ValueError, match=r"fifo\.csv: must be a file, is something else"):
+        open_source(str(tmp_path / "fifo.csv"))
+
+
+def test_texts_of_any_length_are_not_tokenised() -> None:
+    piece = make_prepare()(Listed([Sample("x" * (2**20 + 1), "x", picture(0))]), [0], [0])
+    assert [reason for _, reason in piece.bad] == ["text of more than 1048576 characters"]
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    name = "\x1b]0;owned\x07\x1b[2J\u202egpj\nfake"
+    source = Shards(str(write_tar(tmp_path / "a.tar", {f"{name}.jpg": image, f"{name}.txt": b"a"})))
+    assert source.name(0) == f"{tmp_path / 'a.tar'}: \\x1b]0;owned\\x07\\x1b[2J\\u202egpj\\nfake"
+    (tmp_path / "t.csv").write_text(f'filepath\ttitle\n"{name}"\ta\n{tmp_path}/b.jpg\tb\n')
+    write_images(tmp_path, "b.jpg")
+    assert Table(tmp_path / "t.csv").name(0).isprintable()

@@ -13,7 +13,8 @@ from megabatch import cli, reference
 from megabatch.distributed.world import World
 from megabatch.train import checkpoint, evaluate
 from megabatch.train.config import from_mapping
-from megabatch.train.data import ImageFolder, Prepare
+from megabatch.train.data.labelled import ImageFolder
+from megabatch.train.data.prepare import Prepare
 from megabatch.train.data.tables import Table
 from megabatch.train.towers import Towers, make_towers
 from megabatch.train.towers.tiny import TinyTowers

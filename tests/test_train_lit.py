@@ -55,7 +55,9 @@ def test_what_is_in_the_cache_is_neither_decoded_nor_encoded(
         raise AssertionError("decoded")
 
     monkeypatch.setattr("megabatch.train.data.prepare.decode", decode)
-    monkeypatch.setattr("megabatch.train.encoding.Encoder.images", lambda self, images: encoded.append(len(images)))
+    monkeypatch.setattr(
+        "megabatch.train.encoding.Encoder._encode_images", lambda self, images: encoded.append(len(images))
+    )
     assert losses(train(tmp_path, *words, name="second")) == losses(first)
     assert not encoded
 

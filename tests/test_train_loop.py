@@ -13,8 +13,8 @@ from PIL import Image
 from torch import nn
 
 from megabatch import callers, cli
-from megabatch.train import checkpoint
-from megabatch.train.flops import flops_per_sample, peak_flops
+from megabatch.train import checkpoint, control, loop
+from megabatch.train.costs import flops_per_sample, peak_flops
 from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
 
@@ -368,6 +368,11 @@ def test_what_towers_log_is_in_the_log(shapes, tmp_path):
     ("flags", "message"),
     [
         (["--device", "foo"], "--device must be auto, cpu or cuda, got 'foo'"),
+        (["--global-batch-size", "1e12"], "--global-batch-size: must be a whole number"),
+        (["--global-batch-size", str(10**12)], "--global-batch-size must leave room for two batches in memory, got 10"),
+        (["--steps", str(10**30)], "--steps: must be a whole number"),
+        (["--workers", str(10**6)], "--workers: must be a whole number, at least 0 and at most 1024"),
+        (["--model", "small", "--force-image-size", str(10**6)], "--force-image-size: must be a whole number"),
         (["--device", "cuda"], "torch finds no CUDA device"),
         (["--memory-budget", "5XB"], "memory_budget must be"),
         (["--init-logit-scale", "0.5"], "at least 1"),
@@ -392,7 +397,6 @@ def test_mistakes_are_named_in_one_line(shapes, tmp_path, capsys, flags, message
 
 def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
     """The first scale is far too high: steps are skipped until it has come down, and then it trains."""
-    from megabatch.train import loop
 
     def too_high(device: torch.device, precision: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, init_scale=2.0**24)
@@ -405,6 +409,82 @@ def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
     assert 2 < skipped < 20
     assert all(math.isfinite(value) for value in losses(run))
     assert losses(run)[-1] < losses(run)[0]
+
+
+def train_and_count(rank: int, group: object, folder: Path, words: list[str]) -> None:
+    """Collectives that the trainer itself asks for, by step, in a file; not those of the loss and of DDP."""
+    asked: list[tuple[int, str]] = []
+    trainers: list[loop.Trainer] = []
+    names = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_reduce", "barrier")
+    names += ("broadcast", "broadcast_object_list", "gather", "new_group", "reduce", "scatter")
+
+    def counted(name, original):
+        def call(*args, **kwargs):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if caller.startswith("megabatch.train") or caller == "megabatch.distributed.world":
+                asked.append((trainers[0].progress.step if trainers else -1, name))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        if hasattr(torch.distributed, name):
+            setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+    control._all_gather_single = counted("all_gather_single", control._all_gather_single)
+    original = loop.Trainer.run
+
+    def run(self, report):
+        trainers.append(self)
+        return original(self, report)
+
+    loop.Trainer.run = run
+    code = cli.main(words)
+    (folder / f"asked-{rank}").write_text(json.dumps(asked))
+    raise SystemExit(code)
+
+
+def test_ranks_exchange_one_small_tensor_per_step(shapes, tmp_path):
+    words = ["train", "--train-data", shapes, *QUICK, "--logs", str(tmp_path), "--name", "x", "--save-steps", "2"]
+    assert run_apart(2, train_and_count, tmp_path, words) == [0, 0]
+    for rank in range(2):
+        asked = json.loads((tmp_path / f"asked-{rank}").read_text())
+        assert [each for each in asked if each[0] >= 0] == [[step, "all_gather_single"] for step in range(6)]
+        assert [-1, "new_group"] not in asked
+
+
+def train_and_disagree(rank: int, group: object, folder: Path, words: list[str]) -> None:
+    """As a faulty device would: rank 1 finds the third gradient not to be finite."""
+    if rank == 1:
+        calls, original = itertools.count(), loop.is_finite
+        loop.is_finite = lambda values: next(calls) not in (4, 5) and original(values)
+    try:
+        cli.main(words)
+    except RuntimeError as error:
+        (folder / f"said-{rank}").write_text(str(error))
+        raise SystemExit(7) from None
+
+
+def test_ranks_that_disagree_on_a_step_end_the_run(shapes, tmp_path):
+    """With a learning rate of 0, or the loss would notice that their scales differ."""
+    words = ["train", "--train-data", shapes, *QUICK, "--logs", str(tmp_path), "--name", "x", "--lr", "0"]
+    assert run_apart(2, train_and_disagree, tmp_path, words) == [7, 7]
+    for rank in range(2):
+        said = (tmp_path / f"said-{rank}").read_text()
+        assert "step 3 must be finite on all ranks or on none, got 1 of 2 on which it was not" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*")  # torch's own
+def test_skipped_samples_do_not_compile_anew(tmp_path):
+    """Of 64 pairs, in two steps, some have no text."""
+    pairs = [json.loads(line) for line in write_pairs(tmp_path / "pairs.jsonl").read_text().splitlines()]
+    for number in (3, 17, 40, 41, 42):
+        pairs[number]["positive"] = " "
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run = train(tmp_path, "--train-data", str(tmp_path / "pairs.jsonl"), *QUICK, "--steps", "4", "--torchcompile")
+    assert len({line["train/samples"] for line in steps(run)}) == 4
+    assert steps(run)[-1]["train/skipped_samples"] == 10
 
 
 def test_ranks_that_see_different_data_are_told(shapes, tmp_path):

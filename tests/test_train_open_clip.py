@@ -7,7 +7,8 @@ import torch
 
 from megabatch.train import checkpoint
 from megabatch.train.config import Model
-from megabatch.train.data import Order, Prepare
+from megabatch.train.data.order import Order
+from megabatch.train.data.prepare import Prepare
 from megabatch.train.data.tables import Table
 from megabatch.train.towers import make_towers
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megabatch.train import checkpoint, loading
 from megabatch.train.config import Model
-from megabatch.train.data import Prepare, Sample
 from megabatch.train.data.images import decode
+from megabatch.train.data.prepare import Prepare
+from megabatch.train.data.source import Sample
 from megabatch.train.preprocessing import Preprocessing, random_box
 from megabatch.train.towers import hugging_face, make_towers
 from megabatch.train.towers import open_clip as open_clip_towers

@@ -1,6 +1,9 @@
 """A run that was killed, or asked to leave, goes on as if nothing had been: to the bit."""
 
+import faulthandler
 import io
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +19,8 @@ from torch.nn.functional import dropout
 
 from megabatch import cli
 from megabatch.train import checkpoint, evaluate, loop, signals
+from megabatch.train.data.order import Order
+from megabatch.train.data.tables import Table
 from megabatch.train.report import Report, read_metrics
 from megabatch.train.towers.tiny import TinyTowers
 
@@ -259,14 +264,12 @@ def test_settings_of_a_resumed_run_taken_elsewhere_start_anew(shapes, uninterrup
 def leave_before_the_evaluation(words: list[str]) -> None:
     """SIGTERM comes in the last step, and is heard in it."""
     torch.set_num_threads(1)
-    original = loop.Trainer._tell
+    original = loop.Trainer._step
 
-    def tell(self, batch, asked):
-        if batch.step == STEPS - 1:
-            asked.append(signal.SIGTERM)
-        return original(self, batch, asked)
+    def step(self, encoder, batch, asked):
+        return original(self, encoder, batch, signal.SIGTERM if batch.step == STEPS - 1 else asked)
 
-    loop.Trainer._tell = tell
+    loop.Trainer._step = step
     raise SystemExit(cli.main(words))
 
 
@@ -334,6 +337,76 @@ def test_ranks_of_which_one_was_killed_go_on_to_the_bit(shapes, tmp_path):
     assert codes[0] != 0
     assert run("killed", on_a_rank, resume=("--resume", "latest")) == [0, 0]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def deadly_sample(shapes: str) -> str:
+    """One of the fifth step of words_for, and of no later one."""
+    source = Table(shapes)
+    order = Order(source.shards, seed=0)
+    rows = [set(order.of_step(step, 16)[1].tolist()) for step in range(STEPS)]
+    return Path(source.name(min(rows[4] - rows[5] - rows[6] - rows[7]))).name
+
+
+def make_deadly(sample: str) -> None:
+    """In this process: who reads that sample dies, as of a bug in a decoder."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
+    original = Table.__getitem__
+
+    def read(self, index):
+        if self.name(index).endswith(sample):
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return original(self, index)
+
+    Table.__getitem__ = read  # type: ignore[method-assign]
+
+
+def run_with_deadly_sample(words: list[str], sample: str, killed_at: int) -> None:
+    make_deadly(sample)
+    run_until_killed(words, "after a line of metrics", killed_at)
+
+
+def skipped(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "skipped.jsonl").read_text().splitlines()]
+
+
+def test_a_sample_that_killed_its_worker_is_left_out_of_a_replay(shapes, uninterrupted, tmp_path):
+    """The replay could read it: of the fifth step, which was not saved."""
+    sample, workers = deadly_sample(shapes), ["--workers", "2", "--val-steps", "100"]
+    for name, killed_at in (("whole", 0), ("parts", 6)):
+        process = new_process(
+            run_with_deadly_sample, words_for(shapes, tmp_path, *workers, "--name", name), sample, killed_at
+        )
+        process.join(PATIENCE)
+        assert process.exitcode == (-signal.SIGKILL if killed_at else 0)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    (entry,) = skipped(whole)
+    assert entry["name"] == str(Path(shapes).parent / sample)
+    assert entry["reason"] == "its worker was killed by SIGSEGV"
+    assert entry["step"] == 5
+    log = (whole / "out.log").read_text()
+    assert f"step 5: skipped bad samples: {entry['name']} (its worker was killed by SIGSEGV)" in log
+    assert skipped(parts) == [entry]
+    with (parts / "skipped.jsonl").open("a") as file:
+        file.write('{"step": 6, "name": "of which a killed ru')
+    assert cli.main(words_for(shapes, tmp_path, *workers, "--name", "parts", "--resume", "latest")) == 0
+    assert_same_run(parts, whole)
+    assert [line["train/skipped_samples"] for line in steps(parts)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert losses(parts)[:4] == losses(uninterrupted)[:4]
+    assert losses(parts)[4] != losses(uninterrupted)[4]
+
+
+def deadly_on_ranks(rank, group, folder, words, sample):
+    make_deadly(sample)
+    raise SystemExit(cli.main(words))
+
+
+def test_every_rank_s_lost_samples_are_in_one_list(shapes, tmp_path):
+    sample = deadly_sample(shapes)
+    words = words_for(shapes, tmp_path, "--workers", "1", "--val-steps", "100", "--steps", "5")
+    assert run_apart(2, deadly_on_ranks, tmp_path, words, sample) == [0, 0]
+    assert [(entry["step"], Path(str(entry["name"])).name) for entry in skipped(tmp_path / "run")] == [(5, sample)]
+    assert steps(tmp_path / "run")[-1]["train/samples"] == 5 * 16 - 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])

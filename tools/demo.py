@@ -30,7 +30,7 @@ from megabatch.bench.results import Row
 from megabatch.bench.trial import Rules, contest
 
 ACT_1 = """\
-One training step through the CLIP loss, D={width}, each contender in a process of its own that may take {limit} MiB of
+One training step through the CLIP loss, D={width}, each contender in a separate process that may take {limit} MiB of
 memory and no more (setrlimit), inputs and gradients included. Time is the median of shuffled rounds, memory the peak
 beyond inputs and gradients.
 """
@@ -48,7 +48,7 @@ torch take themselves. Icons repeat until the batch is full; rows with the same 
 LOSSES = ("formula", "compiled", "megabatch")
 SIZES, QUICK_SIZES = [1024, 2048, 4096, 8192, 16384], [256, 1024, 4096]
 FEW_ROUNDS_FROM = 8192  # rows: rounds of these take long
-SAME_STEPS, SAME = 10, 1e-5  # over so many steps, loss curves may differ by so much
+SAME_STEPS, SAME = 10, 1e-5  # number of steps, and how much loss curves may differ
 RECALLS, LEARNED = (1, 5, 10), 0.10  # the last recall, at least, both ways
 WAYS = {"text_to_image": "name to icon", "image_to_text": "icon to name"}
 VARIANTS = {"dense loss": (1, ["--dense-loss"]), "megabatch": (1, []), "megabatch, 2 ranks": (2, [])}
@@ -259,8 +259,8 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     from megabatch.train import checkpoint
     from megabatch.train.checkpoint import Checkpoints
     from megabatch.train.config import from_mapping
+    from megabatch.train.data import open_held_out
     from megabatch.train.data.icons import Icons
-    from megabatch.train.datasets import open_held_out
     from megabatch.train.encoding import Encoder, make_prepare
     from megabatch.train.towers import make_towers
 

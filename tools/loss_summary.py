@@ -31,13 +31,10 @@ COLUMNS = {
     "megabatch": "**megabatch**",
 }
 SIZES = (1024, 4096, 16384)
-FEWEST_ROWS = 1024  # below, memory is not told from noise
-WIDTH, HEIGHT, TOP, BOTTOM = 860, 330, 70, 280
-PANELS = ((80, 405), (505, 830))
-DESCRIPTION = (
-    "Two panels. Memory of the dense losses grows with the square of the batch, that of megabatch levels off. Times of "
-)
-DESCRIPTION += "megabatch and of the compiled dense loss are about equal, OpenCLIP's formula takes about twice as long."
+FEWEST_ROWS = 1024  # below, memory is noise
+WIDTH, HEIGHT, TOP, BOTTOM = 860, 390, 110, 330
+PANELS = ((100, 405), (510, 820))
+DESCRIPTION = "Two panels with logarithmic axes: memory and time of one step against the rows in the batch, for {}."
 
 
 def seconds_of(row: dict[str, Any]) -> float | None:
@@ -65,7 +62,7 @@ def readable(value: float, figure: str) -> str:
     return f"{value:.0f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def text(x: float, y: float, content: str, anchor: str = "middle", size: int = 12, weight: str = "normal") -> str:
+def text(x: float, y: float, content: str, anchor: str = "middle", size: int = 15, weight: str = "normal") -> str:
     content = content.replace("&", "&amp;").replace("<", "&lt;")
     font = f'font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font}>{content}</text>'
@@ -82,14 +79,14 @@ def panel(results: dict[str, Any], figure: str, left: int, right: int) -> Iterat
         return left + across * (right - left), BOTTOM - up * (BOTTOM - TOP)
 
     title = "memory beyond inputs and gradients" if figure == "memory" else "time of forward and backward"
-    yield text((left + right) / 2, TOP - 14, title, size=13, weight="bold")
+    yield text((left + right) / 2, TOP - 16, title, size=16, weight="bold")
     for mark in marks:
         _, y = place(rows[0], mark)
         yield f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#DDDDDD"/>'
         yield text(left - 6, y + 4, readable(mark, figure), "end")
     for row in rows:
-        yield text(place(row, marks[0])[0], BOTTOM + 18, f"{row:,}")
-    yield text((left + right) / 2, BOTTOM + 38, "rows in the batch")
+        yield text(place(row, marks[0])[0], BOTTOM + 20, f"{row:,}")
+    yield text((left + right) / 2, BOTTOM + 44, "rows in the batch")
     for name, points in lines.items():
         _, colour, width = LINES[name]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
@@ -97,18 +94,20 @@ def panel(results: dict[str, Any], figure: str, left: int, right: int) -> Iterat
 
 
 def legend() -> Iterator[str]:
-    x = 20.0
+    x, y = 20.0, 22
     for label, colour, width in LINES.values():
-        yield f'<line x1="{x:.0f}" y1="20" x2="{x + 22:.0f}" y2="20" stroke="{colour}" stroke-width="{width}"/>'
-        yield text(x + 28, 24, label, "start")
-        x += 48 + 6.6 * len(label)
+        if x + 28 + 8 * len(label) > WIDTH:
+            x, y = 20.0, 50
+        yield f'<line x1="{x:.0f}" y1="{y}" x2="{x + 22:.0f}" y2="{y}" stroke="{colour}" stroke-width="{width}"/>'
+        yield text(x + 28, y + 5, label, "start")
+        x += 56 + 8 * len(label)
 
 
 def picture(results: dict[str, Any]) -> str:
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
         "<title>Memory and time of the CLIP loss against the batch size</title>",
-        f"<desc>{DESCRIPTION}</desc>",
+        f"<desc>{DESCRIPTION.format('; '.join(label for label, _, _ in LINES.values()))}</desc>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#FFFFFF"/>',
         *legend(),
         *panel(results, "memory", *PANELS[0]),
@@ -122,16 +121,24 @@ def picture(results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Times and memory at three sizes."""
+    """Times and memory at three sizes, and what they are."""
+    machine, rows = results["machine"], [row for case in results["cases"] for row in case["contenders"]]
+    times = "medians" if all("median" in row for row in rows) else "the best of several runs"
+    where = f"{machine.get('device') or machine['cpu']}, torch {machine['torch']}"
+    about = f"""\
+One step of the CLIP loss, forward and backward with all gradients, in float32 with D = 512 (`megabatch bench loss`), on
+{where}. Times are {times}; memory is the peak beyond inputs and gradients.
+
+"""
     head = ["N", "", *(COLUMNS.values())]
     lines = [head, ["---"] * len(head)]
     for case in results["cases"]:
         if case["loss"] == "clip" and case["rows"] in SIZES:
-            rows = {row["name"]: row for row in case["contenders"]}
-            times = [short(seconds_of(rows[name])) for name in COLUMNS]
-            lines.append([f"{case['rows']:,}", "time", *times[:-1], f"**{times[-1]}**"])
-            lines.append(["", "MiB", *(f"{rows[name]['peak_bytes'] / 2**20:,.0f}" for name in COLUMNS)])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+            of = {row["name"]: row for row in case["contenders"]}
+            cells = [short(seconds_of(of[name])) for name in COLUMNS]
+            lines.append([f"{case['rows']:,}", "time", *cells[:-1], f"**{cells[-1]}**"])
+            lines.append(["", "MiB", *(f"{of[name]['peak_bytes'] / 2**20:,.0f}" for name in COLUMNS)])
+    return about + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def short(seconds: float | None) -> str:

@@ -2,10 +2,10 @@
 
     python -m tools.tables list             # every table, its command, and whether it has a result file
     python -m tools.tables run loss ring    # measure these again, one command each, into docs/results/NAME.json
-    python -m tools.tables write            # write all tables into their pages
+    python -m tools.tables write            # write all tables into their pages, and the picture of the README
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. `tests/test_tables.py` fails if one
-differs from its result file, and if a page has a new table of figures anywhere else.
+differs from its result file, and if a page has a table of figures anywhere else.
 """
 
 import argparse
@@ -14,11 +14,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megabatch.bench import report
+
+from . import loss_summary
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -27,91 +30,145 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # Name: the command that measures it, without `megabatch bench` and --json.
 COMMANDS = {
     "loss": "loss --losses clip --rows 256 1024 2048 4096 8192 16384",
-    "peers": "peers",
-    "tiling": "tiling --rows 8192",
-    "paper": "paper",
-    "ring": "ring --rows 16384 --ranks 2",
-    "step": "step",
+    "peers": "peers --rows 4096 --losses siglip info_nce nt_xent supcon",
+    "paper": "paper --tables largest products --limit 64MiB",
+    "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone open_clip",
+    "step": "step --rows 1024 4096 16384",
     "chunked": "chunked --rows 512 --chunk 64",
-    "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0",
+    "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0 --contenders megabatch plain",
     "gradients": "gradients",
-    "drop-ins": "loss --losses info_nce --rows 4096 8192 --width 384 --contenders mnrl cached_mnrl drop_in by_hand",
 }
-# Those of tools/loss_summary.py have another form.
-BLOCK = re.compile(r"<!-- table: (?!loss-summary)([\w-]+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
-SUMMARY = re.compile(r"<!-- table: loss-summary -->\n.*?<!-- end of table -->", re.DOTALL)
-ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
-# A cell with a measured figure.
-FIGURE = re.compile(r"\|\s*[~≥*]*\s*[\d,.]+ (?:s|ms|µs|MiB|GiB|GB|MB)\b")
-MEMORY = re.compile(r"\|[^|\n]*\bMiB\b[^|\n]*\|")
+BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
+SUMMARY = "loss-summary"  # the table of the README, by tools/loss_summary.py
+# A cell that is a figure: a number, perhaps with a unit or another number.
+NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: ?(?:%|×|[nmµ]?s|[KMGT]i?B))?"
+FIGURE = re.compile(rf"[*~≥ ]*{NUMBER}(?:(?:, | / | ± |<br>){NUMBER})*[*]*")
 
-Cells = Mapping[str, Callable[[dict[str, Any]], str]]
+Row = dict[str, Any]
 
 
-def _ratio(name: str) -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        found = row.get(name)
-        return f"{found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}]" if found else ""
-
-    return cell
+# ---- a table from a result file
 
 
-def _columns(document: dict[str, Any]) -> Cells:
-    """Every figure that some contender of the document has."""
-    rows = [row for case in document["cases"] for row in case["contenders"]]
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {"": lambda row: str(row.get("title") or row["name"])}
-    if any(row.get("median") for row in rows):
-        columns["median"] = lambda row: report.seconds(row["median"]) if row["median"] else ""
-        columns["IQR"] = lambda row: report.seconds(row["iqr"]) if row["median"] else ""
-    for name in dict.fromkeys(key for row in rows for key in row if key.startswith("over_")):
-        if any(row.get(name) for row in rows):
-            columns[f"/ {name.removeprefix('over_').replace('_', ' ')}"] = _ratio(name)
-    figures = {"peak MiB": ("peak_bytes", report.mebibytes), "MiB sent": ("sent_bytes", report.mebibytes)}
-    figures |= {"error": ("error", report.small), "largest batch": ("largest_rows", lambda x: f"{x:,}")}
-    figures |= {name: (name, lambda x: f"{x:.3f}") for name in ("gradient", "cosine", "scale", "bias", "products")}
-    figures |= {name: (name, str) for name in ("value", "uneven")}
-    for title, (key, words) in figures.items():
-        if any(row.get(key) not in (None, "") for row in rows):
-            columns[title] = lambda row, key=key, words=words: "" if row.get(key) in (None, "") else words(row[key])
-    columns[" "] = lambda row: report.remark(row.get("status", "ok"), row.get("note", ""))
-    return columns
+def result(name: str) -> dict[str, Any] | None:
+    """What was measured; None where there is nothing, or nothing that names the commit it was measured at."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"machine": {}}
+    return found if "commit" in found["machine"] else None
 
 
-def rendered(name: str, document: dict[str, Any]) -> str:
+def rendered(name: str, document: dict[str, Any] | None) -> str:
     """The text between the markers."""
-    machine, columns, cases = document["machine"], _columns(document), document["cases"]
+    command = f"    megabatch bench {COMMANDS[name]}"
+    if document is None:
+        return f"{command}\n\nNot measured yet.\n"
+    machine, cases = document["machine"], document["cases"]
     threads = f", {machine['threads']} threads" if machine["device_type"] == "cpu" else ""
     about = f"Measured on {document['date'][:10]}: {machine['device']}{threads}, torch {machine['torch']}, "
-    parts = [f"    {document['command']}\n", f"{about}commit {machine['commit']}."]
-    if "package" in cases[0]["contenders"][0]:  # of gradients: one table for all of them
-        cases = [{"contenders": [row for case in cases for row in case["contenders"]]}]
+    tables = [_gradients(cases)] if name == "gradients" else [_by_size(group) for group in _groups(cases)]
+    packages = [f"{package} {version}" for package, version in machine.get("packages", {}).items() if version]
+    about += ", ".join([*packages, f"commit {machine['commit']}"])
+    return "\n\n".join([command, f"{about}.", *tables]) + "\n"
+
+
+def _groups(cases: list[Row]) -> list[list[Row]]:
+    """Cases that differ in their size only: one table each."""
+    groups: dict[str, list[Row]] = {}
     for case in cases:
-        sizes = [(key, case[key]) for key in ("task", "model", "loss", "rows", "ranks", "chunk") if key in case]
-        heading = ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in sizes)
-        body = [tuple(cell(row) for cell in columns.values()) for row in case["contenders"]]
-        parts += [*([heading] if heading else []), report.markdown(tuple(columns), body)]
-    return "\n\n".join(parts) + "\n"
+        groups.setdefault(_heading(case), []).append(case)
+    return list(groups.values())
 
 
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+def _heading(case: Row) -> str:
+    words = [case[key] for key in ("task", "model") if key in case]
+    words += [f"{case['loss']}_loss"] if "loss" in case else []
+    words += [f"chunks of {case['chunk']}"] if "chunk" in case else []
+    words += [f"{case['ranks']} ranks"] if case.get("ranks", 1) > 1 and "rows" in case else []
+    return ", ".join(words)
+
+
+def _by_size(cases: list[Row]) -> str:
+    """A row for each contender, a column for each size, and columns for what does not change with the size."""
+    everyone = [row for case in cases for row in case["contenders"]]
+    absent = {row["name"] for row in everyone if row.get("status") == "not installed"}
+    titles = {row["name"]: row.get("title") or row["name"] for row in everyone if row["name"] not in absent}
+    sizes = list(dict.fromkeys(map(_size, cases)))
+    cells = {(row["name"], _size(case)): row for case in cases for row in case["contenders"]}
+    more = {title: cell for title, cell in COLUMNS.items() if any(cell(row) for row in cells.values())}
+    body = []
+    for name, title in titles.items():
+        rows = [cells.get((name, size)) for size in sizes]
+        last = [row for row in rows if row][-1]
+        body.append([title, *(_cell(row) if row else "" for row in rows), *(cell(last) for cell in more.values())])
+    table = report.markdown(["", *sizes, *more], body)
+    return "\n\n".join(filter(None, [_heading(cases[0]), table]))
+
+
+def _size(case: Row) -> str:
+    return f"N = {case['rows']:,}" if "rows" in case else f"{case['ranks']} ranks"
+
+
+def _cell(row: Row) -> str:
+    if row.get("status", "ok") != "ok":
+        return str(row["status"])
+    figures = [report.seconds(row["median"])] if row.get("median") else []
+    figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
+    figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
+    return "<br>".join(figures)
+
+
+def _share(row: Row) -> str:
+    parts = row.get("parts") or {}
+    return f"{parts['loss'] / sum(parts.values()):.0%}" if "loss" in parts else ""
+
+
+# Columns for the largest size.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "error": lambda row: report.small(row["error"]) if row.get("error") is not None else "",
+    "MiB sent": lambda row: report.mebibytes(row["sent_bytes"]) if row.get("sent_bytes") else "",
+    "products": lambda row: f"{row['products']:.1f}" if row.get("products") else "",
+    "share of the loss": _share,
+}
+
+
+def _gradients(cases: list[Row]) -> str:
+    """One table for all losses and libraries. Settings of a library that are alike share a row."""
+    body: list[list[str]] = []
+    for (which, *figures), alike in groupby((row for case in cases for row in case["contenders"]), key=_gradient_cells):
+        names = [row["name"] for row in alike]
+        body.append([names[0] if len(names) == 1 else f"{which}, {len(names)} settings", *figures])
+    return report.markdown(["", "gradient", "cosine", "scale", "value", "uneven"], body)
+
+
+def _gradient_cells(row: Row) -> tuple[str, ...]:
+    """Of which loss, ours together, and what is known of it."""
+    which = row["package"] if row["ours"] else row["name"].partition(",")[0]
+    if row["status"] != "ok":
+        return which, "", "", "", "", row["status"].partition(":")[0]
+    scale = [f"{row[key]:.3f}" for key in ("scale", "bias") if row[key] is not None]
+    figures = (f"{row['gradient']:.3f}", f"{row['cosine']:.3f}", ", ".join(dict.fromkeys(scale)))
+    return which, *figures, row["value"], row["uneven"].partition(":")[0].partition(" by ")[0]
+
+
+# ---- pages
 
 
 def written(page: str) -> str:
     """A page with its tables as the result files have them."""
 
     def block(found: re.Match[str]) -> str:
+        if found[1] == SUMMARY:
+            return found[0]
         return f"<!-- table: {found[1]} -->\n{rendered(found[1], result(found[1]))}<!-- end of table -->"
 
     return BLOCK.sub(block, page)
 
 
 def unsupported(page: str) -> Iterator[str]:
-    """Tables of figures that no result file supports, by their first line."""
-    outside = SUMMARY.sub("", BLOCK.sub("", page))
-    for table in re.findall(r"(?:^\|.*\|\n)+", outside + "\n", re.MULTILINE):
-        if FIGURE.search(table) or MEMORY.search(table.splitlines()[0]):
+    """Tables of figures that no result file supports, by their first line: more than one cell is a figure."""
+    for table in re.findall(r"(?:^\|.*\|\n)+", BLOCK.sub("", page) + "\n", re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+        if sum(FIGURE.fullmatch(cell) is not None for row in rows for cell in row[1:]) > 1:
             yield table.splitlines()[0]
 
 
@@ -124,20 +181,20 @@ def main(words: list[str]) -> int:
         parser.error(f"NAME must be one of {', '.join(COMMANDS)}, got {unknown!r}")
     if options.action == "list":
         for name, command in COMMANDS.items():
-            has = "" if (RESULTS / f"{name}.json").exists() else "   (no result file)"
-            print(f"{name}: megabatch bench {command}{has}")
+            print(f"{name}: megabatch bench {command}{'' if result(name) else '   (not measured)'}")
     elif options.action == "run":
         for name in options.names or COMMANDS:
             path = RESULTS / f"{name}.json"
             command = [sys.executable, "-m", "megabatch", "bench", *shlex.split(COMMANDS[name]), "--json", str(path)]
             if code := subprocess.run(command, check=False).returncode:
                 return code
-            document = result(name)
+            document = json.loads(path.read_text())
             document["command"] = f"megabatch bench {COMMANDS[name]}"  # the same on every machine
             path.write_text(json.dumps(document, indent=1) + "\n")
     else:
         for path in PAGES:
             path.write_text(written(path.read_text()))
+        loss_summary.main()
     return 0
 
 

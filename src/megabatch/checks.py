@@ -2,7 +2,7 @@
 
 They look at shapes, dtypes and options only, so that torch.compile can trace them; the operators check the values of
 tensors. A number that the operators take as a constant is made one here: a compiler that has seen it change traces it
-as a symbol, which has no digits. Types are told apart by tuples: torch 2.8 cannot trace a union. The form is
+as a symbol, which has no digits. Types are checked by tuples: torch 2.8 cannot trace a union. The form is
 `function: argument must rule, got value. What to do.`
 """
 
@@ -63,7 +63,7 @@ def features(function: str, ranks: str, **inputs: Tensor) -> None:
         if value.shape[0] == 0 and not ranks and name != "negatives":
             raise ValueError(
                 f"{function}: {name} must have at least one row, got shape {tuple(value.shape)}. Only a rank of a "
-                "group may bring none."
+                "group may have none."
             )
         if value.shape[1] != first.shape[1]:
             raise ValueError(
@@ -83,7 +83,7 @@ def features(function: str, ranks: str, **inputs: Tensor) -> None:
     if _lacks_float64(first.device):
         raise ValueError(
             f"{function}: {first_name} must be on a device with float64, in which sums over the batch are kept, got "
-            f"{first.device}. Pass {first_name}.cpu(): the gradient finds its way back."
+            f"{first.device}. Pass {first_name}.cpu(): gradients flow back."
         )
     if first.is_meta:
         raise ValueError(f"{function}: {first_name} must hold data, got a tensor on the meta device.")
@@ -192,7 +192,7 @@ def resolve_scale(function: str, logit_scale: Scalar | None, temperature: Scalar
         both = "neither" if logit_scale is None else "both"
         raise ValueError(
             f"{function}: exactly one of logit_scale and temperature must be given, got {both}. "
-            "They say the same: logit_scale = 1 / temperature."
+            "logit_scale = 1 / temperature."
         )
     if logit_scale is not None:
         scale = as_scalar(function, "logit_scale", logit_scale)

@@ -1,5 +1,5 @@
 """The command line. A command is a module with DESCRIPTION, add_arguments(parser) and main(options) -> exit code; or
-one with DESCRIPTION and COMMANDS, which are commands of its own.
+one with DESCRIPTION and COMMANDS, which are its own commands.
 
 It is imported when it is called, so that none pays for what another needs: `megabatch --help` imports no torch. It may
 have REFUSED: flags that it does not have though people look for them, and what to do instead.
@@ -16,12 +16,12 @@ from . import __version__
 
 # Name: its module, and what it is for.
 COMMANDS = {
-    "check": ("megabatch.check.command", "is everything exact here, and how fast is it?"),
-    "train": ("megabatch.train.command", "train two towers at any batch"),
-    "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot figures of a checkpoint"),
+    "check": ("megabatch.check.command", "check exactness and speed on this machine"),
+    "train": ("megabatch.train.command", "train two encoders at any batch size"),
+    "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot metrics of a checkpoint"),
     "export": ("megabatch.train.export_command", "write a trained model for open_clip or transformers"),
-    "bench": ("megabatch.bench.command", "measure it beside its peers on this machine"),
-    "plan": ("megabatch.plan.command", "what batch fits which GPUs, and how long is a step? Predicted"),
+    "bench": ("megabatch.bench.command", "measure megabatch and other libraries on this machine"),
+    "plan": ("megabatch.plan.command", "predict which batch fits which GPUs, and the time of a step"),
 }
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")

@@ -98,7 +98,9 @@ class _Smoothing(TypedDict, total=False):
 
 
 class _SameIds(TypedDict, total=False):
-    same_ids: Annotated[str, "mask", '"mask": pairs of equal ids are no negatives. "positive": they are positives too.']
+    same_ids: Annotated[
+        str, "mask", '"mask": pairs of equal ids are not negatives. "positive": they are positives too.'
+    ]
 
 
 class _LearnedScale(TypedDict, total=False):
@@ -126,7 +128,7 @@ class InfoNCEModuleKeywords(SupConModuleKeywords, _SameIds): ...
 
 
 class LossKeywords(ResultKeywords, total=False):
-    temperature: Annotated[Scalar | None, None, "1 / logit_scale, in its place."]
+    temperature: Annotated[Scalar | None, None, "1 / logit_scale; pass one of the two."]
     normalize: Normalize
     weight: Annotated[
         Tensor | None,

@@ -1,4 +1,4 @@
-"""Towers that `megabatch train` has trained, from Python."""
+"""Load models that `megabatch train` has trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> Towers:
-    """The towers of a run, in eval mode.
+    """Load the towers of a training run, in eval mode.
 
         towers = megabatch.load("logs/first")
         images = torch.stack([towers.preprocess(Image.open("cat.jpg"))])
@@ -21,11 +21,11 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Towers:
 
     Args:
         path: A run's folder (its best checkpoint, or else its latest), or a checkpoint.
-        device: Where the weights go. What `preprocess` and `tokenizer` return is on the CPU: move it there.
+        device: Device of the weights. `preprocess` and `tokenizer` return CPU tensors: move them there.
 
     Returns:
-        A module with `encode_image`, `encode_text`, `preprocess`, `tokenizer`, `logit_scale` (the logarithm of it) and
-        `logit_bias`; `model` is the model of the library that it comes from. Features are not normalised.
+        A module with `encode_image`, `encode_text`, `preprocess`, `tokenizer`, `logit_scale` (its logarithm) and
+        `logit_bias`; `model` is the open_clip or transformers model itself. Features are not normalised.
     """
     try:
         from .train.loading import load_towers

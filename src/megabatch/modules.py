@@ -33,7 +33,7 @@ _OWNS_ONE = (
 
 
 class _ContrastiveLoss(nn.Module):
-    """A loss function with its options and, unless scale and temperature are None, a scale of its own."""
+    """A loss function with its options and, unless scale and temperature are None, its own scale."""
 
     function: Callable[..., Loss]
 
@@ -73,7 +73,7 @@ class _ContrastiveLoss(nn.Module):
         return nn.Parameter(torch.tensor([value], dtype=torch.float32), requires_grad=learnable)
 
     def reset_parameters(self) -> None:
-        """Back to the values that scale and bias started from: for modules that were made on the meta device."""
+        """Reset scale and bias to their initial values, for modules made on the meta device."""
         for name, value in self._start.items():
             nn.init.constant_(getattr(self, name), value)
 
@@ -163,7 +163,7 @@ class ClipLoss(_ImageTextLoss):
     """`clip_loss` as a module.
 
     Args:
-        init_logit_scale: The scale to start from. None: the module has no scale, pass it to every forward.
+        init_logit_scale: Initial scale. None: the module has no scale, pass it to every forward.
     """
 
     function = staticmethod(clip_loss)
@@ -177,8 +177,8 @@ class SigLipLoss(_ImageTextLoss):
     """`siglip_loss` as a module.
 
     Args:
-        init_logit_scale: The scale to start from. None: the module has no scale and no bias, pass both to forward.
-        init_logit_bias: The bias to start from.
+        init_logit_scale: Initial scale. None: the module has no scale and no bias, pass both to forward.
+        init_logit_bias: Initial bias.
     """
 
     function = staticmethod(siglip_loss)

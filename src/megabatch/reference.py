@@ -97,8 +97,8 @@ def info_nce_loss(
         s = logit_scale * query @ columns.T                 # [N, M + K]
         cross_entropy(s, positives)                         # positives: a row of key per query, default row i
 
-    A query and a column with one id are no negatives ("mask") or are positives ("positive"). Extra negatives take part
-    in this only where `negative_ids` says what they are.
+    A query and a column with equal ids are not negatives ("mask") or are positives ("positive"). Extra negatives are
+    compared only if `negative_ids` is given.
     """
     options = _complete("info_nce_loss", options, logit_scale)
     if negatives is None:
@@ -292,7 +292,7 @@ def _one_hot(s: Tensor, column: Tensor | None = None) -> Tensor:
 
 
 def _equal(row_ids: Tensor | None, column_ids: Tensor | None, s: Tensor) -> Tensor:
-    """True where the ids are equal; nowhere if there are none."""
+    """True where the ids are equal; False everywhere if there are none."""
     if row_ids is None or column_ids is None:
         return torch.zeros_like(s, dtype=torch.bool)
     return row_ids[:, None] == column_ids

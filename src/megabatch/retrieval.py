@@ -22,7 +22,7 @@ from .tiling.layout import Layout
 from .tiling.options import LossInputs, compute_dtype
 
 SIDE, ACCELERATOR_SIDE, SMALLEST_SIDE = 2048, 8192, 64
-CAN_LOOK = ("cpu",)  # where the host sees what matters of a tile, and goes on with that; it would wait for others
+CAN_LOOK = ("cpu",)  # devices whose values the host reads without waiting
 PAIRS_AT_ONCE = 2**21  # elements of features, where single pairs are scored again
 FEWEST_LISTED, SHARE_LISTED = 4096, 2048  # pairs of a tile, and of how many one, that can be scored again unseen
 Exclude = Tensor | tuple[Tensor, Tensor] | None
@@ -80,9 +80,9 @@ def similarity_topk(
     Args:
         query: `[N, D]`.
         key: `[M, D]`.
-        k: How many, 1 to M.
-        exclude: Keys that are never returned: mining hard negatives is one call. `[N]` integers: the row of
-            this rank's `key` that is each query's positive. Or `(query_ids, key_ids)`, `[N]` and `[M]` integers: keys
+        k: Number of keys to return, 1 to M.
+        exclude: Keys that are never returned, to mine hard negatives. `[N]` integers: the row of this rank's `key`
+            that is each query's positive. Or `(query_ids, key_ids)`, `[N]` and `[M]` integers: keys
             with the query's id.
 
     Returns:
@@ -180,7 +180,7 @@ class _Search:
         self.num_keys = info.length(1)
         self.max_key_norm = max(info.max_norms[1]) if self.may_wait else self.max_key_norm
         if self.num_keys == 0:
-            raise ValueError(f"{self.name}: the group must bring at least one key, got none on all of its ranks.")
+            raise ValueError(f"{self.name}: the group must have at least one key, got none on all of its ranks.")
         if k is not None and not 1 <= k <= self.num_keys:
             raise ValueError(f"{self.name}: k must be from 1 to the number of keys, {self.num_keys}, got {k}.")
         fits = self.num_keys * self.key.shape[1] * self.key.element_size() <= min(info.budget)

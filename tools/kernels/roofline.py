@@ -25,7 +25,7 @@ from .compiling import Compiled
 from .machine_code import Work
 from .targets import TARGETS
 
-# Of the peak of matrix units, by any kernel that keeps them fed: assumed, the same for everybody.
+# Of the peak of matrix units, by any kernel that keeps them fed: assumed, the same for all.
 EFFICIENCY = 0.75
 ROWS, WIDTH, DTYPE = 32768, 768, "bfloat16"
 HALF, FLOAT = 2, 4  # bytes

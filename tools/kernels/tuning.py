@@ -1,4 +1,4 @@
-"""`python -m tools.kernels --tune`: the fastest launch settings on the GPU at hand, for the library to read."""
+"""`python -m tools.kernels --tune`: the fastest launch settings on this GPU, for the library to read."""
 
 import itertools
 import json

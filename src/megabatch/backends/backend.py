@@ -1,4 +1,4 @@
-"""Backend: what the engine asks of whoever computes its tiles, and what all backends share.
+"""Backend: the interface of what computes tiles, and what all backends share.
 
 Letters: S the logits of a tile, [r, c]; dS = d loss / d S, its dlogits, up to a factor common to all tiles.
 """
@@ -29,7 +29,7 @@ class Backend(ABC):
     Attributes:
         scale, bias: Numbers where the host knows them, else 0-d tensors.
         default_budget: Bytes that a call may take if the caller names none; O(N) vectors come on top.
-        useful_height: A strip of so many rows still multiplies at nearly full speed.
+        useful_height: Rows from which a strip multiplies at nearly full speed.
         dtype: Of logits, dlogits and gradients: float32 or float64.
         operand_dtype: Of what products multiply: the same, or bf16 or fp16.
         stats: Collect what `return_stats` needs, too.

@@ -8,7 +8,7 @@ Rules for correctness:
 - Offsets are 64-bit: row * stride exceeds 2^31 long before memory is full.
 - Every row and every column has its own maximum, so that none underflows because of another.
 - Forward and backward compute S by the same instructions, so that a fitted positive cancels exactly.
-- No atomics. Each program writes to memory of its own, and partial results are added in a fixed order.
+- No atomics. Each program writes to its own memory, and partial results are added in a fixed order.
 
 Rules for speed:
 - The epilogue holds one subtile of its block at a time, and reduces positives only where a subtile has any, so that
@@ -349,7 +349,7 @@ def _along(vector, row, mask, AXIS: tl.constexpr):
 # ---- merging
 
 
-# Of a State, in the order in which kernels are told where they are.
+# Fields of a State, in the order of the kernels' pointers.
 FIELDS = ("max", "sum_exp", "softplus_sum", "logit_sum", "logit_count", "top")
 FIELDS = (*FIELDS, "positive_sum", "positive_count", "top_positive")
 

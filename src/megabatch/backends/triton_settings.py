@@ -20,8 +20,8 @@ class Settings:
 
     Attributes:
         rows, columns, width: BLOCK_M, BLOCK_N and BLOCK_K of the matrix product.
-        subtiles: The epilogue works on a block in so many pieces, because it needs registers.
-        group_rows: GROUP_M: so many blocks below each other run before the next column of blocks, to share the cache.
+        subtiles: Number of pieces in which the epilogue processes a block, to save registers.
+        group_rows: GROUP_M: blocks below each other that run before the next column of blocks, to share the cache.
     """
 
     rows: int

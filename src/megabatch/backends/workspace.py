@@ -62,7 +62,7 @@ def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def empty_cache() -> None:
     """Release the buffers that the losses keep between calls on the CPU: those of all threads.
 
-    Each thread that has called a loss keeps up to seven buffers of at most 16 MiB for each dtype. Calls that are
-    running go on.
+    Each thread that has called a loss keeps up to seven buffers of at most 16 MiB for each dtype. Running
+    calls are not affected.
     """
     _cached.clear()

@@ -75,7 +75,7 @@ class Inputs:
         return tuple(x for x in (*self.features, self.labels, self.scale, self.bias) if x is not None)
 
     def rows(self, mine: slice) -> "Inputs":
-        """These rows, as leaves of their own."""
+        """These rows, as new leaves."""
         features = tuple(x.detach()[mine].clone().requires_grad_() for x in self.features)
         return Inputs(features, None if self.labels is None else self.labels[mine], self.scale, self.bias)
 

@@ -28,7 +28,7 @@ A training step of transformers with random weights whose batch is encoded chunk
 packages that do so, the same chunks by hand (a forward without a graph, the loss, a second forward and the backward),
 and the batch in one piece. pairs: two texts through one tower, InfoNCE; towers: images and texts, CLIP; vision: images
 against given text features, CLIP. Verified and timed as in `bench loss`; memory is beyond parameters, their gradients
-and the batch. A batch that does not fit in one piece says so.
+and the batch. A batch that does not fit in one piece is listed as out of memory.
 """
 HEADS, CHANNELS = 4, 3
 FEW_ROWS, FEW_CHUNK = 40, 16
@@ -185,7 +185,10 @@ class Encoding:
 def ours(task: Task) -> Step:
     def step() -> Tensor:
         return task.descend(
-            [megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare) for tower, x in task.sides]
+            [
+                megabatch.chunked(tower, x, chunk_size=task.chunk, transform=tower.prepare, module=tower)
+                for tower, x in task.sides
+            ]
         )
 
     return task.step(step)
@@ -216,7 +219,7 @@ def by_hand(task: Task) -> Step:
 
 
 class _Prepared(nn.Module):
-    """For packages that know of no function to apply to a chunk."""
+    """For packages that apply no function to a chunk."""
 
     def __init__(self, tower: Tower, key: str | None = None) -> None:
         super().__init__()
@@ -280,10 +283,19 @@ CONTENDERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["pairs", "towers"], help="what is trained")
     parser.add_argument(
-        "--rows", type=flags.positive, nargs="+", default=[1024], metavar="N", help="rows of the batch, of all ranks"
+        "--rows",
+        type=flags.positive,
+        nargs="+",
+        default=[1024],
+        metavar="N",
+        help="rows of the batch, on all ranks together",
     )
     parser.add_argument("--chunk", type=flags.positive, default=64, metavar="C", help="rows encoded at a time")
-    words = {"width": "of towers and features", "layers": "of every tower", "image": "side of an image, in pixels"}
+    words = {
+        "width": "width of towers and features",
+        "layers": "layers of a tower",
+        "image": "side of an image, in pixels",
+    }
     words |= {"patch": "side of a patch", "context": "tokens of a text", "vocabulary": "different tokens"}
     for name, default in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=words[name])

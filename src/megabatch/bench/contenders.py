@@ -43,7 +43,7 @@ class Contender:
         package: By the name pip knows; "" for what is written here.
         ours: Its result is held to the dense loss's own precision; another's need only be the same loss.
         normalizes: Whether asked or not, so its gradients are those of features that are normalised inside.
-        compiles: Anew for every size, so only a step of the same size warms it up.
+        compiles: Again for every size, so only a step of the same size warms it up.
         bare: Computes no loss: nothing to check, nothing to weigh.
         alone: Beside ranks, one process that holds the whole batch and has as many threads as there are ranks.
         multiple: Of this its number of rows must be one.
@@ -142,7 +142,7 @@ def products(work: LossWork) -> Step:
     row_gradient, column_gradient = torch.empty_like(rows), torch.empty_like(columns)
 
     def step() -> None:
-        for _ in range(work.world.size):  # a rank's rows meet the columns of every rank
+        for _ in range(work.world.size):  # a rank's rows against the columns of every rank
             for _ in range(case.kind.formed):
                 torch.mm(rows, columns.T, out=logits)
             torch.mm(logits, columns, out=row_gradient)

@@ -15,7 +15,7 @@ _SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def positive(text: str) -> int:
-    """A type of argument: a whole number from 1 on."""
+    """An argument type: a whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
     return int(text)
@@ -41,7 +41,7 @@ def device(text: str) -> str:
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not has.get(kind):
         here = ", ".join(name for name, there in has.items() if there)
-        raise argparse.ArgumentTypeError(f"must be one that torch sees, got {text!r}. Here it is one of: {here}")
+        raise argparse.ArgumentTypeError(f"must be one that torch sees, got {text!r}. Available here: {here}")
     return text
 
 
@@ -53,7 +53,12 @@ def png(text: str) -> Path:
 
 def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int = 512) -> None:
     parser.add_argument(
-        "--rows", type=positive, nargs="+", default=list(rows), metavar="N", help="rows of the batch, of all ranks"
+        "--rows",
+        type=positive,
+        nargs="+",
+        default=list(rows),
+        metavar="N",
+        help="rows of the batch, on all ranks together",
     )
     parser.add_argument("--width", type=positive, nargs="+", default=[width], metavar="D", help="width of the features")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="dtype of the features")
@@ -62,32 +67,38 @@ def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int =
 def add_contest(
     parser: argparse.ArgumentParser, contenders: Mapping[str, Contender] | Sequence[str], default: Sequence[str] = ()
 ) -> None:
-    """Who takes part, where, and for how long."""
+    """Which contenders, on which device, and for how long."""
     parser.add_argument(
         "--contenders",
         nargs="+",
         choices=list(contenders),
         default=list(default or contenders),
         metavar="NAME",
-        help="who takes part: see megabatch bench list",
+        help="contenders: see megabatch bench list",
     )
-    parser.add_argument("--device", type=device, default="cpu", help="where: cpu, cuda, cuda:1, …")
-    parser.add_argument("--repeats", type=count, default=7, metavar="N", help="rounds, at least; 0: memory alone")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="go on with rounds for this long")
+    parser.add_argument("--device", type=device, default="cpu", help="device: cpu, cuda, cuda:1, …")
+    parser.add_argument(
+        "--repeats", type=count, default=7, metavar="N", help="number of rounds, at least; 0: memory only"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="measure for at least this long")
     parser.add_argument(
         "--limit",
         type=memory,
         metavar="SIZE",
-        help="memory that a process may take, such as 2GiB (default: what is there)",
+        help="memory limit of a process, such as 2GiB (default: what is available)",
     )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs: figures mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to test that it runs; the figures mean nothing"
+    )
 
 
 def add_files(parser: argparse.ArgumentParser, plots: bool = True) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured to this file")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="the same as a table, a line per contender and case")
+    parser.add_argument(
+        "--csv", type=Path, metavar="PATH", help="write the same as CSV, one line per contender and case"
+    )
     if plots:
-        parser.add_argument("--plot", type=png, metavar="PATH", help="draw time and memory against rows")
+        parser.add_argument("--plot", type=png, metavar="PATH", help="plot time and memory against rows")
 
 
 def rules(options: argparse.Namespace, error_rows: int = 0) -> Rules:

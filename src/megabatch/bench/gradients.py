@@ -34,10 +34,10 @@ from .trial import combined
 
 DESCRIPTION = """\
 Every loss is run once on ranks that hold a few rows each, in its own settings for ranks; gradients are averaged over
-ranks, as DDP does, or summed where a loss is told so, and compared with one process that holds all rows in float64.
+ranks, as DDP does, or summed if the loss is set to that, and compared with one process that holds all rows in float64.
 gradient: length of the features' gradient over that of one process, 1 is right; cosine: between them; logit_scale: the
 same ratio for the scale (and the bias). value: what a rank's loss is, that of the whole batch ("global") or of its own
-rows against all ("local rows"). uneven: what happens when ranks bring different numbers of rows.
+rows against all ("local rows"). uneven: what happens when ranks have different numbers of rows.
 """
 # Figures this near to what they should be are equal to it: they are float32.
 NEAR = 1e-3
@@ -94,12 +94,16 @@ SETTINGS = {contender.name: contender for contender in _settings()}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     packages = ["megabatch", *PACKAGES]
     parser.add_argument("--ranks", type=flags.positive, default=4, metavar="n", help="number of ranks")
-    parser.add_argument("--rows", type=flags.positive, default=32, metavar="N", help="rows of the batch, of all ranks")
+    parser.add_argument(
+        "--rows", type=flags.positive, default=32, metavar="N", help="rows of the batch, on all ranks together"
+    )
     parser.add_argument("--width", type=flags.positive, default=16, metavar="D", help="width of the features")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="which losses")
     parser.add_argument("--packages", nargs="+", choices=packages, default=packages, help="whose losses")
-    parser.add_argument("--device", type=flags.device, default="cpu", help="where: cpu, cuda, cuda:1, …")
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for a silent rank")
+    parser.add_argument("--device", type=flags.device, default="cpu", help="device: cpu, cuda, cuda:1, …")
+    parser.add_argument(
+        "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for a rank that does not answer"
+    )
     flags.add_files(parser, plots=False)
 
 
@@ -185,7 +189,7 @@ def step(world: World, contender: Contender, sizes: list[int], width: int) -> Re
 def _compare(
     outcome: Outcome, contender: Contender, sizes: list[int], width: int, where: Runner, timeout: float
 ) -> None:
-    """In processes of their own, for some crash or hang; under torchrun in its ranks. Raises Failed or CannotRun."""
+    """In separate processes, because some crash or hang; under torchrun in its ranks. Raises Failed or CannotRun."""
     run = where.run if where.under_torchrun else partial(launch, where.device, patience=timeout)
     found: list[Any] = run(len(sizes), step, contender, sizes, width)
     if isinstance(found[0], str):

@@ -1,4 +1,4 @@
-"""`megabatch bench list`: who takes part in which benchmark."""
+"""`megabatch bench list`: the contenders of every benchmark."""
 
 import argparse
 
@@ -7,8 +7,8 @@ from .cases import LOSSES
 from .contenders import CONTENDERS, PACKAGES
 
 DESCRIPTION = """\
-Who takes part in which benchmark and of which losses, by the name that --contenders knows; and which of the packages
-that are measured are installed: pip install 'megabatch[peers]' installs those that are on PyPI.
+Contenders of every benchmark by their name for --contenders, with their losses, and which packages are installed.
+pip install 'megabatch[peers]' installs those that are on PyPI.
 """
 BENCHMARKS = {
     "loss": loss.ONE_PROCESS,

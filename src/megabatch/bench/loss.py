@@ -16,10 +16,10 @@ from .session import Session
 from .trial import Parts, contest
 
 DESCRIPTION = """\
-Time and peak memory of a training step through a loss, forward and backward with all gradients, of megabatch and its
-peers. Results are verified first; incorrect implementations are not timed. Contenders run once per round, in shuffled
+Time and peak memory of a training step through a loss, forward and backward with all gradients, of megabatch and other
+libraries. Results are verified first; incorrect implementations are not timed. Contenders run once per round in random
 order; times are medians, ratios medians of the rounds' ratios, with quartiles. Memory is beyond inputs and gradients,
-each contender in a process of its own. Error: against float64, relative to the largest element.
+each contender in a separate process. Error: against float64, relative to the largest element.
 """
 ONE_PROCESS = {name: one for name, one in CONTENDERS.items() if one.on in ("one", "both")}
 # Options of other contenders: to be asked for by name.
@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser, losses: tuple[str, ...] = ("c
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(losses), help="which losses")
     flags.add_sizes(parser, [256, 1024, 4096, 16384])
     parser.add_argument(
-        "--error-rows", type=flags.count, default=4096, metavar="N", help="measure errors up to so many rows"
+        "--error-rows",
+        type=flags.count,
+        default=4096,
+        metavar="N",
+        help="largest number of rows at which errors are measured",
     )
     flags.add_contest(parser, ONE_PROCESS, usual)
     flags.add_files(parser)

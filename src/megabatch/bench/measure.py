@@ -82,7 +82,7 @@ def _run(world: World, step: Callable[[], object] | None) -> tuple[float, int | 
 
 
 def sent_bytes() -> int | None:
-    """Bytes that went through the loopback so far, TCP's headers and acknowledgements too; None where nobody counts."""
+    """Bytes that went through the loopback so far, TCP's headers and acknowledgements too; None if not counted."""
     for line in TRAFFIC.read_text().splitlines() if TRAFFIC.exists() else []:
         name, _, counters = line.partition(":")
         if name.strip() == LOOPBACK:
@@ -94,7 +94,7 @@ def sent_bytes() -> int | None:
 
 
 class PeakMemory:
-    """The most that was held inside the `with` beyond what was held before, in `bytes`; None where nobody counts.
+    """The most that was held inside the `with` beyond what was held before, in `bytes`; None where it is not counted.
 
     Of an accelerator what its allocator gave out, of a CPU resident memory of this process. Freed memory is handed back
     first, so that it is not used again unseen.
@@ -152,7 +152,7 @@ def limit_memory(limit: int | None, ranks: int, device: torch.device) -> Callabl
     """A function that limits this process, once it is called, to `limit` bytes more than it holds now.
 
     None: to its share of what the machine has, which keeps it from taking down the machine. Only Linux limits, only
-    memory of the CPU, and only processes that are `expendable`: nobody can lift the limit again.
+    memory of the CPU, and only processes that are `expendable`: the limit cannot be lifted again.
     """
     held, available = private_bytes(), available_bytes()
     if not expendable or held is None or device.type != "cpu" or (limit is None and available is None):

@@ -30,10 +30,12 @@ FIRST_ROWS, UNIT, NEAR, COUNTED_ROWS = 256, 16, 1 / 16, 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which of them")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which tables")
     flags.add_sizes(parser, [1024, 2048, 4096, 8192], width=256)
     ring.add_ranks(parser)
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="largest: longest step to try")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="S", help="for largest: longest step to try, in seconds"
+    )
     flags.add_contest(parser, METHODS)
     flags.add_files(parser)
 
@@ -54,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _beyond(options: argparse.Namespace, limit: int) -> int:
-    """What a contest does not show."""
+    """The largest batch, and the products."""
     with runner(options.device) as where:
         if where.under_torchrun and "largest" in options.tables:
             print("paper: --tables largest must start its own ranks. Run it without torchrun.", file=sys.stderr)
@@ -101,7 +103,7 @@ def _cells(contender: Contender, count: float | None, found: "Found | None", ran
 @dataclass(frozen=True)
 class Found:
     """The largest batch that ran (0: none did), its step, and the smallest that ran out of memory, if one was met.
-    `at_least`: nobody knows whether a larger one runs, for its step would take too long."""
+    `at_least`: a larger one may run, but its step would take too long."""
 
     largest_rows: int = 0
     step_seconds: float | None = None
@@ -110,7 +112,7 @@ class Found:
 
 
 def search(attempt: Callable[[int], float | None], first: int, unit: int, time_limit: float) -> Found:
-    """The largest number of rows that runs: doubling until a step fails (None), then halving what lies between.
+    """The largest number of rows that runs: doubling until a step fails (None), then bisection.
 
     A step that would take longer than `time_limit` seconds, by the square of the rows, is not tried.
     """

@@ -6,8 +6,8 @@ from . import loss
 from .cases import LOSSES
 
 DESCRIPTION = """\
-Every package on the same inputs: `megabatch bench loss` for all losses at 1,024 to 4,096 rows. What is not installed
-says so in its row; pip install 'megabatch[peers]' installs most of them.
+Every package on the same inputs: `megabatch bench loss` for all losses at 1,024 to 4,096 rows. Packages that are not
+installed are listed as such; pip install 'megabatch[peers]' installs most of them.
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 Curves = dict[str, list[tuple[int, float | None, int | None]]]
 
 OURS = {"color": "#004b7c", "marker": "o", "linestyle": "-"}
-# Okabe and Ito's colours, which the colour-blind tell apart; markers and dashes also tell them apart in print.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; markers and dashes help in print.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"color": "#d55e00", "marker": "s", "linestyle": "--"},
     {"color": "#009e73", "marker": "^", "linestyle": "-."},
@@ -38,7 +38,7 @@ def curves_of(cases: Iterable[Mapping[str, Any]]) -> dict[str, Curves]:
 
 
 def _kind(case: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> str:
-    """What tells this case from others, its rows apart."""
+    """What distinguishes this case from others, without its rows."""
     fields = [name for name, value in case.items() if isinstance(value, (str, int, float)) and name != "rows"]
     differing = [name for name in fields if len({str(other.get(name)) for other in cases}) > 1]
     return ", ".join(f"{name} {case[name]}" for name in differing)

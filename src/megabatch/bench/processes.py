@@ -1,6 +1,6 @@
 """A function on ranks: in new processes, which torchrun's launcher starts, or in those that torchrun has started.
 
-In a process of its own a contender's memory, its state and its death are its own too. Results come from all ranks.
+In a separate process a contender's memory, state and crash do not affect others. Results come from all ranks.
 """
 
 import json
@@ -33,7 +33,7 @@ R = TypeVar("R")
 # New processes come from a server that has torch loaded and has done nothing with it.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 PRELOADED = ["megabatch.bench.trial", "torch._dynamo"]
-# SIGKILL is the kernel's way to say so.
+# SIGKILL is how the kernel reports it.
 _OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not enough memory|bad_alloc|MemoryError|SIGKILL")
 # What a rank says when it is not the one to blame.
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -96,7 +96,7 @@ def runner(device: str) -> Iterator[Runner]:
 def launch(device: str, ranks: int, function: Callable[..., R], *args: Any, patience: float | None = None) -> list[R]:
     """In new processes. `patience`: seconds that a rank waits for another before it gives up."""
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # a failure is told once, by us
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we report a failure once
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="megabatch-") as folder, _own_signals():
         config = LaunchConfig(
@@ -125,7 +125,7 @@ def launch(device: str, ranks: int, function: Callable[..., R], *args: Any, pati
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """The launcher has handlers of its own, which it leaves behind."""
+    """The launcher installs handlers and does not remove them."""
     if threading.current_thread() is not threading.main_thread():  # only the main one may have any
         yield
         return
@@ -147,7 +147,7 @@ def _child(device: str, patience: float | None, function: Callable[..., R], args
             dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     with joined(device) as world:
         result = function(world, *args)
-        world.wait()  # nobody hangs up while another still works
+        world.wait()  # no rank leaves while another still works
         return result
 
 

@@ -35,7 +35,7 @@ def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int] = (2, 4)) 
         nargs="+",
         default=list(default),
         metavar="n",
-        help="numbers of ranks; under torchrun its own",
+        help="numbers of ranks; under torchrun, those of torchrun",
     )
 
 

@@ -24,7 +24,7 @@ INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
 class Session:
-    """`steps`: calls of `reached` until it is done; `packages`: whose versions are told."""
+    """`steps`: calls of `reached` until it is done; `packages`: whose versions are printed."""
 
     def __init__(
         self, name: str, options: argparse.Namespace, runner: Runner, steps: int, packages: Sequence[str] = ()
@@ -42,7 +42,7 @@ class Session:
         """What is missing shows now, not in an hour."""
         for kind, path in self.files.items():
             if path is not None and self.runner.speaks:
-                self._try(kind, path)
+                try_file(self.name, kind, path)
         if self.files["plot"] and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("--plot needs matplotlib", name="matplotlib")
         self.say(report.describe(self.machine))
@@ -89,19 +89,6 @@ class Session:
 
     # ---- files
 
-    def _try(self, kind: str, path: Path) -> None:
-        """Leaves what is there as it is."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new = not path.exists()
-            path.open("a").close()
-            if new:
-                path.unlink()
-        except OSError as error:
-            words = f"--{kind} must be a file that can be written to, got {path}: {error.strerror}."
-            print(f"{self.name}: {words}", file=sys.stderr)
-            raise SystemExit(2) from None
-
     def _write(self) -> None:
         if not self.cases or not self.runner.speaks:
             return
@@ -130,6 +117,20 @@ class Session:
             return
         plot.draw(curves, f"megabatch bench {self.name}: {self.machine['device']}", path)
         self._written.append(path)
+
+
+def try_file(command: str, flag: str, path: Path) -> None:
+    """Ends the command where the file cannot be written. Leaves what is there as it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        words = f"--{flag} must be a file that can be written to, got {path}: {error.strerror}."
+        print(f"{command}: {words}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def write_csv(path: Path, cases: Iterable[Mapping[str, Any]]) -> None:
@@ -171,5 +172,5 @@ def _progress() -> Any:
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=1,  # whoever is measured wants the cores
+        refresh_per_second=1,  # leave the cores to what is measured
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ DESCRIPTION = """\
 A whole training step (encoders, CLIP's loss, AdamW) of towers that `megabatch train` builds, at growing batch, with
 megabatch's loss, the dense one by hand, torch.compile of it and open_clip's formula; the batch encoded in one piece and
 in chunks (megabatch.chunked). Data are random and in memory, the learning rate is 0. Verified and timed as in
-`bench loss`; one more run under torch.profiler tells the share of the loss. Verdict: megabatch matters where the best
+`bench loss`; one run under torch.profiler measures the share of the loss. Verdict: megabatch matters where the best
 dense step takes 1.1 times the time or the memory of megabatch's, or runs out of memory.
 """
 SEED, CAPTION_BYTES = 0, 20
@@ -113,7 +114,7 @@ class Training:
         return {f"gradient of {name}": x.grad for name, x in named if x.grad is not None}
 
     def encode(self, chunk: int | None) -> list[Tensor]:
-        """Features of images and of texts, in chunks of so many rows, or at once."""
+        """Features of images and of texts, in chunks of `chunk` rows, or at once."""
         dtype = self.towers.logit_scale.dtype
 
         def pixels(images: Tensor) -> Tensor:
@@ -121,8 +122,9 @@ class Training:
 
         if chunk is None:
             return [self.towers.encode_image(pixels(self.images)), self.towers.encode_text(self.tokens)]
-        image = megabatch.chunked(self.towers.encode_image, self.images, chunk_size=chunk, transform=pixels)
-        return [image, megabatch.chunked(self.towers.encode_text, self.tokens, chunk_size=chunk)]
+        options: dict[str, Any] = {"chunk_size": chunk, "module": self.towers}
+        image = megabatch.chunked(self.towers.encode_image, self.images, transform=pixels, **options)
+        return [image, megabatch.chunked(self.towers.encode_text, self.tokens, **options)]
 
 
 @dataclass
@@ -184,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[256, 1024, 4096, 16384],
         metavar="N",
-        help="rows of the batch, of all ranks",
+        help="rows of the batch, on all ranks together",
     )
     parser.add_argument("--chunk", type=flags.positive, default=256, metavar="C", help="rows encoded at a time")
     flags.add_contest(parser, CONTENDERS)

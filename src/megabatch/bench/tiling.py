@@ -14,7 +14,7 @@ from .results import Row, Table, table
 
 DESCRIPTION = """\
 A training step through a loss with tiles of several sizes, beside the full-size matrix products of the same shape.
-Verified and timed as in `bench loss`. One more run of each under torch.profiler tells what it spends its time on:
+Verified and timed as in `bench loss`. One more run of each under torch.profiler shows where the time goes:
 matrix products, communication (over ranks), all other operators, and the rest (Python, autograd, memory).
 """
 OWN, UNDIVIDED = "own", "whole"

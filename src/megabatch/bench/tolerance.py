@@ -28,7 +28,7 @@ def slack(dtype: torch.dtype, largest: float, natural: float = 0.0, logits: floa
         largest: Its largest entry. It is rounded a few times on its way: in the logit, the exponential, the sum and the
             division.
         natural: The size of what it is the sum of, where that cancels: 1 for a loss, scale / rows for the gradient of a
-            feature. Positives and negatives are rounded before they meet.
+            feature. Positives and negatives are rounded before they are added.
         logits: The largest. A rounding of it moves every probability by that share, and each side has its own.
     """
     unit = eps(summed_in(dtype))

@@ -1,6 +1,6 @@
-"""The contest that every benchmark holds, written once: present, fits, right, weigh, race.
+"""The steps that every benchmark shares: installed, fits, right, memory, time.
 
-Every contender is examined in processes of its own (on an accelerator, and under torchrun, in the ones there are): is
+Every contender runs in separate processes (on an accelerator, and under torchrun, in the ones there are): is
 it installed, does a step fit the memory there is, are the loss and all gradients right, what memory does a step take.
 Then those that are right run by turns. Ours must be right for anybody to be timed.
 """
@@ -35,13 +35,13 @@ Problem = Any
 
 @dataclass(frozen=True)
 class Rules:
-    """How a contest is held.
+    """How a benchmark is run.
 
     Attributes:
-        repeats: Rounds, at least; 0: nobody is timed.
+        repeats: Rounds, at least; 0: no times.
         seconds: Go on with rounds for this long.
         limit: Bytes that a process may take beyond what it holds before its inputs are made; None: what there is.
-        error_rows: Up to so many rows, everyone's error is measured at the case's own size.
+        error_rows: Up to this many rows, errors are measured at the case's own size.
     """
 
     repeats: int = 7
@@ -238,7 +238,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def _hold_together(problem: Problem, rows: Sequence[Row], by_name: dict[str, Contender]) -> None:
-    """At the problem's own size, where the dense loss may not fit: everybody against the first of ours."""
+    """At the problem's own size, where the dense loss may not fit: all against the first of ours."""
     measured = [row for row in rows if row.weighed]
     for normalizes in {by_name[row.name].normalizes for row in measured}:
         alike = [row for row in measured if by_name[row.name].normalizes == normalizes]

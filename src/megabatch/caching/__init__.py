@@ -1,8 +1,7 @@
-"""Encoders in chunks: forward without activations, backward by running one chunk at a time again.
+"""Encoders in chunks: the forward keeps no activations, the backward runs one chunk at a time again.
 
-`chunked.py` is the public function. `batch.py` says what of the arguments is cut (`arguments.py`: one of them,
-`tokens.py`: by a budget of tokens, `transfer.py`: on the way to a device), `outputs.py` puts the pieces together again.
-`replay.py` runs the chunks, `leaves.py` finds where their gradients go and adds them up, `state.py` makes the second
-run equal to the first, `seam.py` is the seam to autograd. `ddp.py` and `shards.py` know the wrappers that reduce
-gradients; `modules.py` and `nested.py` look into what people pass.
+`chunked.py` is the public function. `batch.py` splits the arguments and `outputs.py` joins the outputs, both with
+`containers.py`; `transfer.py` copies chunks to a device. `replay.py` runs the chunks, `state.py` makes the second run
+equal to the first. `wrappers.py` knows DistributedDataParallel and DeepSpeed, `shards.py` runs chunks under
+`fully_shard`.
 """

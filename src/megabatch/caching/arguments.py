@@ -1,17 +1,17 @@
-"""One argument of an encoder: whether and where it is cut, and what of it belongs to a chunk."""
+"""One argument of an encoder: whether and where it is split, and what of it belongs to a chunk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .nested import Names
+from .containers import HALVES, Name
 
 Transform = Callable[[Any], Any]
-Counts = Tensor | Sequence[int] | str | None  # of rows per sample; "offsets": the argument holds them, added up
+Counts = Tensor | Sequence[int] | str | None  # rows per sample; "offsets": the argument holds their cumulative sum
 
 OFFSETS = "offsets"
 
@@ -21,49 +21,52 @@ class Argument:
     """A leaf of the arguments.
 
     Attributes:
-        path: How one would write it, for errors.
-        names: All words that mean it.
-        split: Cut along dim 0; otherwise passed whole.
-        offsets: Of samples whose rows are packed: sample i has the rows from offsets[i] to offsets[i + 1].
-        rebased: Holds such offsets itself, which count from the first row of a chunk.
-        trimmed: Cut along dim 1 as well, to the longest row of the chunk.
-        transform: Applied to every chunk of it, on the encoder's device.
+        split: Split along dim 0; otherwise passed whole.
+        offsets: For packed tensors: sample i has the rows from offsets[i] to offsets[i + 1].
+        cumulative: Holds such offsets itself (cu_seqlens), which start at 0 in every chunk.
+        trimmed: Cut along dim 1 to the longest row of the chunk.
     """
 
     path: str
-    names: Names
+    names: frozenset[Name]
     value: Any
     split: bool = False
     offsets: list[int] | None = None
-    rebased: bool = False
+    cumulative: bool = False
     trimmed: bool = False
     transform: Transform | None = None
 
     @property
     def rows(self) -> int:
-        return len(self.value) - 1 if self.rebased else len(self.offsets or self.value) - (self.offsets is not None)
-
-    def slice(self, start: int, stop: int) -> slice:
-        return slice(start, stop) if self.offsets is None else slice(self.offsets[start], self.offsets[stop])
-
-    def piece(self, start: int, stop: int) -> Any:
-        if self.rebased:
-            return self.value[start : stop + 1] - self.value[start]
-        return self.value[self.slice(start, stop)] if self.split else self.value
+        return len(self.value if self.offsets is None else self.offsets) - (self.cumulative or self.offsets is not None)
 
     def reorder(self, order: list[int]) -> None:
-        """Samples in another order."""
-        if self.rebased:
-            counts = (self.value[1:] - self.value[:-1])[order]
-            self.value = torch.cat([self.value[:1], self.value[:1] + counts.cumsum(0)]).to(self.value.dtype)
-        elif self.split and isinstance(self.value, list | tuple):
-            self.value = type(self.value)([self.value[i] for i in order])
-        elif self.split and self.offsets is None:
+        if self.cumulative:
+            counts = self.value.diff()[order]
+            self.value = torch.cat([self.value[:1], self.value[0] + counts.cumsum(0, dtype=counts.dtype)])
+        elif isinstance(self.value, list | tuple):
+            self.value = type(self.value)(self.value[i] for i in order)
+        elif self.offsets is None:
             self.value = self.value[order]
-        elif self.split:
-            bounds = [self.slice(i, i + 1) for i in order]
-            self.value = torch.cat([self.value[bound] for bound in bounds])
-            self.offsets = [0, *accumulate(bound.stop - bound.start for bound in bounds)]
+        else:
+            packed = [range(*self.offsets[i : i + 2]) for i in order]
+            self.value = self.value[[row for rows in packed for row in rows]]
+            self.offsets = [0, *accumulate(map(len, packed))]
+
+    def pieces(self, sizes: Sequence[int]) -> list[Any]:
+        """For chunks of so many rows, as views where possible."""
+        ends = [0, *accumulate(sizes)]
+        if not self.split:
+            # Gradients of all chunks are summed in float32.
+            wide = isinstance(self.value, Tensor) and self.value.dtype in HALVES and self.value.requires_grad
+            return [self.value.float() if wide else self.value] * len(sizes)
+        if self.cumulative:
+            return [self.value[start : stop + 1] - self.value[start] for start, stop in pairwise(ends)]
+        if self.offsets is not None:
+            ends = [self.offsets[end] for end in ends]
+        if isinstance(self.value, Tensor):
+            return list(torch.split(self.value, [stop - start for start, stop in pairwise(ends)]))
+        return [self.value[start:stop] for start, stop in pairwise(ends)]
 
 
 def pack(argument: Argument, counts: Counts) -> None:
@@ -76,7 +79,7 @@ def pack(argument: Argument, counts: Counts) -> None:
             f"{described(argument.value)} and {counts!r}."
         )
     if isinstance(counts, str):
-        argument.rebased = True
+        argument.cumulative = True
         return
     argument.offsets = [0, *accumulate(counts.tolist() if isinstance(counts, Tensor) else counts)]
     if argument.offsets[-1] != len(argument.value):

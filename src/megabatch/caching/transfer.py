@@ -1,12 +1,12 @@
 """Chunks on their way from host memory to an accelerator: the next one is copied while this one computes."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .nested import map_leaves, tensors_of
+from .containers import flatten, tensors_of
 
 
 class Transfer:
@@ -24,23 +24,24 @@ class Transfer:
         self._stream: Any = self._module.Stream(device) if hasattr(self._module, "Stream") else None
         self._ahead: dict[int, Any] = {}
 
-    def fetch(self, index: int, pieces: Callable[[int], Any], last: int) -> Any:
-        """The pieces of a chunk, and a start with those of the next one, up to the last."""
+    def fetch(self, chunks: Sequence[Any], index: int, following: int) -> Any:
+        """A chunk on the device. A copy of the following one is started."""
         if self._stream is None:
-            return pieces(index)
-        moved, copied = self._ahead.pop(index, None) or self._start(pieces(index))
+            return chunks[index]
+        moved, copied = self._ahead.pop(index, None) or self._start(chunks[index])
         now = self._module.current_stream(self._device)
         now.wait_event(copied)
         for tensor in tensors_of(moved):
             if tensor.device.type != "cpu":
-                tensor.record_stream(now)  # so that its memory is not given away while it is used
-        self._ahead = {index + 1: self._start(pieces(index + 1))} if index < last else {}
+                tensor.record_stream(now)  # so that its memory is not reused while it is read
+        exists = 0 <= following < len(chunks)
+        self._ahead = {following: self._start(chunks[following])} if exists else {}
         return moved
 
-    def _start(self, pieces: Any) -> tuple[Any, Any]:
+    def _start(self, chunk: Any) -> tuple[Any, Any]:
         with self._module.stream(self._stream):
-            moved = map_leaves(pieces, lambda leaf, *_: self._from_host(leaf), "")
-            return moved, self._stream.record_event()
+            leaves, build = flatten(chunk)
+            return build(iter([self._from_host(leaf.value) for leaf in leaves])), self._stream.record_event()
 
     def _from_host(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or leaf.requires_grad:

@@ -21,14 +21,14 @@ from torch import Tensor
 # torch imports it in the first call of an operator. If the group existed by then, it would be kept alive, and its
 # threads would outlive destroy_process_group.
 
-NUMBERS = 32  # that a rank can bring to a handshake. One size for all: ranks may make different calls by mistake
+NUMBERS = 32  # in a rank's handshake. One size for all: ranks may make different calls by mistake
 ERRORS = (ValueError, TypeError, UserWarning)
 
 # Its name before torch 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Facts = dict[str, Any]  # what JSON can carry
-Transfer = list[tuple[str, dist.Work]]  # messages in flight, and for whom each of them waits
+Transfer = list[tuple[str, dist.Work]]  # messages in flight, and what each of them waits for
 
 _handshakes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # so far
 
@@ -64,7 +64,7 @@ class Ranks:
     def handshake(
         self, same: Facts, own: Sequence[float] = (), errors: list[Exception] | None = None, call_site: str = ""
     ) -> list[list[float]]:
-        """Every rank's `own`, if all ranks bring the `same` and none has errors; else one exception on every rank.
+        """Every rank's `own`, if `same` is the same on all ranks and none has errors; else one exception on every rank.
 
         One collective: what must be the same travels as a hash, and as text only where something is wrong.
 
@@ -209,18 +209,18 @@ class Ranks:
     def wait(self, transfer: Transfer) -> None:
         """Until its messages have arrived; on an accelerator its stream waits. Each work is waited on once."""
         while transfer:
-            whom, work = transfer.pop()  # the receive first: the next step needs it
-            with self._named_errors(whom):
+            peer, work = transfer.pop()  # the receive first: the next step needs it
+            with self._named_errors(peer):
                 work.wait()
 
     @contextmanager
-    def _named_errors(self, whom: str) -> Iterator[None]:
+    def _named_errors(self, peer: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise RuntimeError(
-                f"{self.function}: rank {self.rank} of the group's {self.size} waited {whom}, at {self.where}, and "
+                f"{self.function}: rank {self.rank} of the group's {self.size} waited {peer}, at {self.where}, and "
                 f"torch reported: {said}. A rank has ended, does not answer or does not make this call; look for the "
                 "first one that stopped."
             ) from error

@@ -27,7 +27,7 @@ def ring_pass(
 
     Args:
         reach: How many other ranks' blocks come by: at step t that of rank - t. All, or half of them where every pair
-            of ranks need meet on one side only.
+            of ranks need be computed on one side only.
         own: This rank's packed block and, after its `size`, room for what is added up for a rank: bytes, as many on all
             ranks.
         add: (sums, into): add what was added up for a rank to what is in memory here or, for None, to this rank's own.

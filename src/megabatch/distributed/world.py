@@ -20,7 +20,8 @@ class World:
     """This process, rank `rank` of `size`, and the device it computes on.
 
     Attributes:
-        control_group: The same ranks, apart from the group that the work goes through, to talk about it.
+        control_group: The same ranks, apart from the group that the work goes through, to talk about it; None: that
+            group itself.
         in_step: A call on the group ended the same way on all ranks, so another may follow.
     """
 
@@ -39,7 +40,7 @@ class World:
         return dist.get_backend() if self.size > 1 else "none"
 
     def gather(self, mine: Any) -> list[Any]:
-        """What every rank brings, when all have."""
+        """The objects of all ranks."""
         everyones = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyones, mine, group=self.control_group)
@@ -51,8 +52,12 @@ class World:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
-    """The group of the ranks that torchrun or srun started, or the one there is already, or this process alone."""
+def joined(device: str, *, control_group: bool = True) -> Iterator[World]:
+    """The group of the ranks that torchrun or srun started, or the one there is already, or this process alone.
+
+    Args:
+        control_group: Make one, a mesh of connections on the CPU, for programs that go on after a call failed.
+    """
     place = torch.device(device)
     running = dist.is_available() and dist.is_initialized()
     launch = None if running else launched(os.environ)
@@ -60,28 +65,29 @@ def joined(device: str) -> Iterator[World]:
         place = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(place)
     if launch is not None:
-        _join(launch, place)
+        _join(launch, place, PATIENCE if control_group else LONGER)
     elif not running:
         yield World(place)
         return
-    control_group = dist.new_group(backend="gloo", timeout=LONGER)
+    apart = dist.new_group(backend="gloo", timeout=LONGER) if control_group else None
     try:
-        yield World(place, dist.get_rank(), dist.get_world_size(), control_group)
+        yield World(place, dist.get_rank(), dist.get_world_size(), apart)
     finally:
-        dist.destroy_process_group(control_group if launch is None else None)
+        if launch is not None or apart is not None:
+            dist.destroy_process_group(apart if launch is None else None)
 
 
-def _join(launch: "Launch", place: torch.device) -> None:
+def _join(launch: "Launch", place: torch.device, patience: timedelta) -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     meet: Any = rendezvous  # which torch has not typed
-    store, rank, size = next(meet(launch.url, launch.rank, launch.size, timeout=PATIENCE))
+    store, rank, size = next(meet(launch.url, launch.rank, launch.size, timeout=patience))
     # torchrun keeps one store for all restarts: ranks would meet the addresses of those that died.
     store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     on_gpus: dict[str, Any] = {"device_id": place} if place.type == "cuda" else {}
     backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, **on_gpus)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, **on_gpus)
 
 
 @dataclass(frozen=True)

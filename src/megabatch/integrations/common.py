@@ -26,14 +26,14 @@ def all_ranks() -> dist.ProcessGroup | None:
     return None
 
 
-def log_local_negatives(name: str, argument: str) -> None:
-    """Say, on rank 0, that a loss which may gather has not been told to."""
+def log_local_negatives(name: str, remedy: str) -> None:
+    """Warn in the log of rank 0 that each rank's negatives are its own rows. `remedy`: what gathers those of all."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         _log.warning(
-            "%s: each of %d ranks uses only its own rows as negatives. Pass %s=True to use those of all ranks.",
+            "%s: each of %d ranks uses only its own rows as negatives. %s to use those of all ranks.",
             name,
             dist.get_world_size(),
-            argument,
+            remedy,
         )
 
 
@@ -49,7 +49,7 @@ def check_options(name: str, options: Iterable[str], known: tuple[str, ...]) -> 
             raise TypeError(f"{name}: options must be among {', '.join(known)}, got {option}. {help}.")
 
 
-def not_importable(name: str, package: str, extra: str, error: ImportError, got: str = "") -> ImportError:
+def not_importable(name: str, package: str, extra: str, error: Exception, got: str = "") -> ImportError:
     """The error to raise where `package` is missing, too old, or installed but broken."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         help = f"Run pip install 'megabatch[{extra}]'"

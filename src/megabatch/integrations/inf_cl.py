@@ -18,6 +18,10 @@ from .common import all_ranks, as_tensor, scale_of
 __all__ = ["cal_flash_loss", "cal_inf_loss", "cal_ring_loss"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def cal_inf_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: float | Tensor | None = None, head_dim: int = 256
 ) -> Tensor:

@@ -22,6 +22,10 @@ __all__ = ["NTXentLoss"]
 _OPTIONS = ("memory_budget", "backend", "tile", "exchange", "overlap", "grad_reduction", "label_smoothing", "reduction")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class NTXentLoss(nn.Module):
     """`lightly.loss.NTXentLoss` without the matrices of similarities: the same arguments, values and gradients.
 
@@ -31,8 +35,8 @@ class NTXentLoss(nn.Module):
 
     With `gather_distributed` the value is that of all ranks' rows, the same on every rank (lightly returns the part of
     its own rows). The gradient averaged by DDP is the same as lightly's, and ranks may hold different numbers of rows.
-    Without it, and always with a bank, the loss is that of this rank's rows, as in lightly; without either, a line of
-    the log says so.
+    Without it, each rank's negatives are its own rows, or its own bank, as in lightly; a warning in the log says so.
+    With a bank the loss is that of this rank's rows.
 
     Args:
         temperature: Similarities are divided by it; a negative one works as in lightly. Read in every call, so it may
@@ -68,14 +72,14 @@ class NTXentLoss(nn.Module):
         """The loss of two views' projections, `[N, D]` each, which need not be normalised."""
         # Not `temperature=`, which must be positive.
         scale = torch.ones(1, dtype=torch.float64) / self.temperature
+        if not self.gather_distributed and not self._has_logged:
+            log_local_negatives("NTXentLoss", "Pass gather_distributed=True")
+            self._has_logged = True
         negatives = None
         if self.memory_bank is not None:
             out0, out1 = normalize(out0, dim=1), normalize(out1, dim=1)
             out1, negatives = self.memory_bank(out1, update=out0.requires_grad)
         if negatives is None:
-            if not self.gather_distributed and not self._has_logged:
-                log_local_negatives("NTXentLoss", "gather_distributed")
-                self._has_logged = True
             ranks = all_ranks() if self.gather_distributed else None
             loss = mb.nt_xent_loss(out0, out1, scale, normalize=True, group=ranks, **self.options)
         else:

@@ -30,6 +30,10 @@ __all__ = ["ClipLoss", "CoCaLoss", "SigLipLoss", "create_loss", "install", "main
 _log = logging.getLogger(__name__)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _Ranked(nn.Module):
     """A loss that takes `rank` and `world_size`, as open_clip's do."""
 
@@ -39,18 +43,18 @@ class _Ranked(nn.Module):
     def _take(self, rank: int, world_size: int, **unused: object) -> None:
         """Keep the ranks, and log once which arguments have no effect."""
         name = type(self).__name__
-        if world_size > 1 and unused.get("gather_with_grad") is False:
-            if rank == 0:
-                _log.warning(
-                    "%s: gradients are always exact here. open_clip's are smaller without gather_with_grad, by a "
-                    "factor of %d with its defaults. Check learning rate and gradient clipping if you tuned them "
-                    "with open_clip's loss.",
-                    name,
-                    world_size,
-                )
-        elif given := [argument for argument, value in unused.items() if value]:
+        given = [argument for argument, value in unused.items() if value]
+        if rank == 0 and world_size > 1 and unused.get("gather_with_grad") is False:
+            _log.warning(
+                "%s: gradients are always exact here. open_clip's are smaller without gather_with_grad, by a factor of "
+                "%d with its defaults. Check learning rate and gradient clipping if you tuned them with open_clip's "
+                "loss.",
+                name,
+                world_size,
+            )
+        elif rank == 0 and given:
             _log.info(
-                "%s: no effect of %s here. The gradient is always exact, the value that of all ranks.",
+                "%s: ignored here: %s. The gradient is always exact, and the value is that of all ranks.",
                 name,
                 ", ".join(given),
             )
@@ -274,7 +278,7 @@ def install() -> ExitStack:
 def _imported(name: str) -> Any:
     try:
         return import_module(name)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # a torchvision built for another torch raises the latter
         raise not_importable("megabatch.integrations.open_clip", name, "open_clip", error) from error
 
 

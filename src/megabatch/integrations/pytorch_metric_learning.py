@@ -5,13 +5,14 @@
 
 Subclasses of the originals that replace only the computation: reducers, regularizers, statistics, SelfSupervisedLoss,
 CrossBatchMemory (which computes a matrix of its own) and DistributedLossWrapper work as before. That wrapper gathers
-the rows of all ranks before it calls the loss, so the loss does not communicate. `megabatch.supcon_loss(…, group=…)`
-uses a ring instead.
+the rows of all ranks before it calls the loss, so the loss does not communicate; without it, on several ranks, a
+warning in the log says that negatives are those of this rank. `megabatch.supcon_loss(…, group=…)` uses a ring instead.
 
 Not supported: distances other than CosineSimilarity and DotProductSimilarity, and miners that choose negatives. Losses
 of bf16/fp16 embeddings are float32.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from torch.nn.functional import embedding_bag, normalize
 
 import megabatch as mb
 
-from .common import as_tensor, not_importable
+from .common import as_tensor, log_local_negatives, not_importable
 from .pairs import ids_of_labels, ids_of_pairs, num_negatives, positive_pairs, range_of
 
 try:
     from pytorch_metric_learning import distances, losses
     from pytorch_metric_learning.utils.common_functions import labels_or_indices_tuple_required
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 except ImportError as error:
     name = "megabatch.integrations.pytorch_metric_learning"
     package = "pytorch-metric-learning 2.5 or newer"
@@ -36,12 +38,17 @@ __all__ = ["NTXentLoss", "SupConLoss"]
 Tuple = tuple[Tensor, ...]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _Linear(losses.GenericPairLoss):
     """Shared by both losses; comes before the original in the method resolution order."""
 
     def __init__(self, temperature: float, memory_budget: int | str | None, backend: str, **kwargs: Any) -> None:
         super().__init__(temperature=temperature, **kwargs)
         self.options = {"memory_budget": memory_budget, "backend": backend}
+        self._has_logged = False
         self._check_distance()
 
     def compute_loss(
@@ -54,6 +61,10 @@ class _Linear(losses.GenericPairLoss):
     ) -> dict[str, dict[str, Any]]:
         labels_or_indices_tuple_required(labels, indices_tuple)
         self._check_distance()
+        if not self._has_logged and not _is_wrapped():
+            remedy = "Wrap it in pytorch_metric_learning.utils.distributed.DistributedLossWrapper"
+            log_local_negatives(type(self).__name__, remedy)
+        self._has_logged = True
         if self.distance.collect_stats:
             normalized = (self.distance.maybe_normalize(x) for x in (embeddings, ref_emb))
             self.distance.set_default_stats(embeddings, ref_emb, *normalized)
@@ -247,6 +258,16 @@ class SupConLoss(_Linear, losses.SupConLoss):
         further = key[first] - embedding_bag(positives, key, starts, mode="mean")
         values += keywords["logit_scale"] * (query[rows] * further).sum(1)
         return values.new_zeros(len(embeddings)).index_copy(0, rows, values)
+
+
+def _is_wrapped() -> bool:
+    """Whether DistributedLossWrapper, which gathers the rows of all ranks, makes this call. It leaves no other sign."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), DistributedLossWrapper):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _counts_for_nothing(num_positives: int, num_negatives: int) -> bool:

@@ -25,7 +25,7 @@ try:
     from sentence_transformers import util
     from sentence_transformers.sentence_transformer import losses as originals
     from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
-except ImportError as error:
+except (ImportError, RuntimeError) as error:  # a torchvision built for another torch raises the latter
     name = "megabatch.integrations.sentence_transformers"
     package = "sentence-transformers 6 or newer"
     raise not_importable(name, package, "sentence_transformers", error) from error
@@ -46,6 +46,10 @@ _INF_CL = """
       url={https://arxiv.org/abs/2410.17243},
 }
 """  # noqa: E501
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
@@ -69,7 +73,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         scale: 1 / temperature.
         similarity_fct: `util.cos_sim`, `util.dot_score`, or `model.similarity` where it is one of them.
         gather_across_devices: Whether the rows of all ranks are one batch. If not, each rank has only its own rows as
-            negatives, and a line of the log says so.
+            negatives, and a warning in the log says so.
         directions: As the original's: "query_to_doc" and any of "query_to_query", "doc_to_query", "doc_to_doc".
         partition_mode: As the original's: "joint" or "per_direction".
         hardness_mode: Must be None.
@@ -146,7 +150,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         """While losses are computed from the embeddings of these columns."""
         try:
             self._hashes = [self._hash(column) for column in columns] if self.mask_duplicates else None
-        except ValueError as error:  # to be raised where all ranks meet
+        except ValueError as error:  # raised after the ranks' handshake
             self._hashes = error
         try:
             yield
@@ -169,7 +173,7 @@ class MultipleNegativesRankingLoss(originals.MultipleNegativesRankingLoss):
         """
         group = all_ranks() if self.gather_across_devices else None
         if not self.gather_across_devices and not self._has_logged:
-            log_local_negatives(self._name(), "gather_across_devices")
+            log_local_negatives(self._name(), "Pass gather_across_devices=True")
             self._has_logged = True
         query, positive, *hard = self._agree(embeddings, group)
         sides = Sides(query, positive, hard, *self._ids(query, hard, group))

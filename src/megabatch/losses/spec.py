@@ -15,9 +15,9 @@ class Spec:
         column_loss: The columns have a loss too, over their rows.
         id_rule: What pairs of equal ids are, apart from a row and its target: "ignore" (negatives like any other),
             "mask" (left out) or "positive".
-        symmetric: Rows and columns are the same features. The upper triangle is enough, and no row meets itself.
+        symmetric: Rows and columns are the same features. The upper triangle is enough, without the diagonal.
         label_smoothing: As in cross-entropy.
-        has_targets: Every row has a positive of its own, whatever its id.
+        has_targets: Every row has its own positive, whatever its id.
     """
 
     epilogue: str

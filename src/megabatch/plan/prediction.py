@@ -1,219 +1,74 @@
-"""A run, and what is predicted for it: the formulas put together."""
+"""What is predicted for a run: the formulas put together, and the largest batch and chunk that fit."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ..backends.triton_backend import Triton
-from . import formulas
-from .formulas import OURS, OurLoss, total
-from .hardware import Gpu
-from .models import Model
+from .formulas import OURS, Run, fits, memory, peak, products, seconds, step_seconds, wire_bytes
 
 MOST_ROWS = 2**32  # of one GPU: beyond it nothing is searched
-NOTHING_FITS = "all but the batch"
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is to be run. Names are those of the command's flags; `budget` is our loss's, in bytes."""
-
-    model: Model
-    gpu: Gpu
-    gpus: int
-    batch: int
-    chunk: int | None = None
-    precision: str = "amp_bf16"
-    data: str = "gpu-float32"
-    optimizer: str = "adamw"
-    frozen: str = "none"
-    budget: int | None = None
-
-    @property
-    def rows(self) -> int:
-        """Of one GPU."""
-        return self.batch // self.gpus
-
-    @property
-    def chunk_rows(self) -> int:
-        return min(self.chunk or self.rows, self.rows)
-
-    @property
-    def feature(self) -> int:
-        """Bytes of a number of the features."""
-        return 4 if self.precision == "fp32" else 2
-
-    def our_loss(self, exchange: str) -> OurLoss:
-        """Our loss in this run, by the kernels for GPUs."""
-        return OurLoss(
-            self.rows, self.model.embed_dim, self.gpus, exchange, self.feature, self.feature, Triton, self.budget
-        )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one GPU, by part. Encoded in chunks, at the peak either the loss or activations and features count,
-    whichever is more; in one piece, the activations of the whole batch are there while the loss is computed."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    data: float
-    activations: float
-    features: float
-    loss: float
-    in_one_piece: bool = False
-
-    @property
-    def summit(self) -> dict[str, float]:
-        """The parts that make the peak."""
-        encoders = {"activations": self.activations, "features": self.features}
-        in_one_piece = {"activations": self.activations, "loss": self.loss}
-        highest = in_one_piece if self.in_one_piece else max({"loss": self.loss}, encoders, key=total)
-        return {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "data")} | highest
-
-    @property
-    def peak(self) -> float:
-        return total(self.summit)
-
-    @property
-    def limit(self) -> str:
-        """The largest part."""
-        summit = self.summit
-        return max(summit, key=lambda part: summit[part])
-
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds of a step, by part: `wire` of the loss, `all_reduce` of the weights' gradients, `copies` from the host.
-    `overlaps`: the loss computes while its blocks travel."""
-
-    encoders: float
-    loss: float
-    wire: float
-    all_reduce: float
-    copies: float
-    overlaps: bool
-
-    @property
-    def without_overlap(self) -> float:
-        return self.encoders + self.loss + self.wire + self.all_reduce + self.copies
-
-    @property
-    def with_overlap(self) -> float:
-        """Copies and the sum of gradients go on beside the encoders, blocks of a ring beside the loss."""
-        loss = max(self.loss, self.wire) if self.overlaps else self.loss + self.wire
-        return max(self.encoders, self.all_reduce + self.copies) + loss
-
-    @property
-    def limit(self) -> str:
-        """What takes longest: compute of encoders or loss, the wire, or copies from the host."""
-        wire = self.wire + self.all_reduce
-        parts = {"encoders": self.encoders, "loss": self.loss, "wire": wire, "copies": self.copies}
-        return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one method: `products` of b x b x D on one GPU, `wire` bytes that it sends for the loss, the `largest` batch
-    that fits (0: none) and what stops its `growth`; `our_loss` by part, beyond its features."""
+    """Of one method: bytes of one GPU and seconds of a step, by part, in all, and the largest part of each. `largest`
+    is the batch that still fits, 0 if none does; `limited_by` what stops it from growing. `products` are of b x b x D
+    on one GPU, `wire` is what it sends for the loss, `our_loss` the parts of ours beyond its features."""
 
     method: str
-    memory: Memory
-    time: Time
+    fits: bool
+    memory: dict[str, float]
+    peak: float
+    mostly: str
+    largest: int
+    limited_by: str
     products: float
     wire: float
-    usable: float
-    largest: int
-    growth: str
-    our_loss: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.peak <= self.usable
+    time: dict[str, float]
+    step: float
+    bound_by: str
+    our_loss: dict[str, float]
 
 
 def predict(run: Run, method: str) -> Prediction:
-    largest = _largest_batch(run, method)
-    ours = run.our_loss(method) if method in OURS else None
-    wire = ours.wire if ours else formulas.wire_bytes(method, run.rows, run.gpus, run.model.embed_dim)
-    count = ours.products / run.gpus if ours else formulas.products(method, run.gpus)
+    highest, time, largest = peak(run, method), seconds(run, method), largest_batch(run, method)
     return Prediction(
         method=method,
+        fits=fits(run, method),
         memory=memory(run, method),
-        time=_time(run, method, count, wire),
-        products=count,
-        wire=wire,
-        usable=usable(run.gpu),
+        peak=sum(highest.values()),
+        mostly=_largest_part(highest),
         largest=largest,
-        growth=_growth(replace(run, batch=largest), method) if largest else NOTHING_FITS,
-        our_loss=ours.parts if ours else {},
+        limited_by=_limit(replace(run, batch=largest), method) if largest else "all but the batch",
+        products=products(run, method),
+        wire=wire_bytes(run, method),
+        time=time,
+        step=step_seconds(method, time),
+        bound_by=_largest_part(time),
+        our_loss=run.our_loss(method).parts if method in OURS else {},
     )
 
 
-def _growth(run: Run, method: str) -> str:
+def _largest_part(parts: dict[str, float]) -> str:
+    return max(parts, key=lambda part: parts[part])
+
+
+def _limit(run: Run, method: str) -> str:
     """The largest of the parts that grow with the batch."""
-    summit = memory(run, method).summit
-    growing = ["data", "loss", "features"]
-    if run.chunk_rows == run.rows:  # a larger batch is a larger chunk
-        growing.append("activations")
-    return max(growing, key=lambda part: summit.get(part, 0.0))
+    growing = {"data", "loss", "features"} | ({"activations"} if run.in_one_piece else set())
+    return _largest_part({name: size for name, size in peak(run, method).items() if name in growing})
 
 
-def usable(gpu: Gpu) -> float:
-    return formulas.USABLE * gpu.capacity
-
-
-def memory(run: Run, method: str) -> Memory:
-    width, rows = run.model.embed_dim, run.rows
-    on_gpu, _ = formulas.DATA[run.data]
-    if method in OURS:
-        # The features; beside the activations of a chunk, their gradients too.
-        features = 2 * rows * width * run.feature
-        loss, kept = total(run.our_loss(method).parts) + features, 2.0 * features
-    else:
-        loss = formulas.loss_memory(method, run.batch, run.gpus, width)
-        kept = formulas.KEPT_FEATURES * rows * width * formulas.FLOAT
-    return Memory(
-        **formulas.encoder_memory(run.model, run.gpus, run.precision, run.optimizer, run.frozen),
-        data=float(rows * formulas.sample_bytes(run.model, on_gpu)),
-        activations=formulas.activation_memory(run.model, run.chunk_rows, run.precision, run.frozen),
-        features=kept,
-        loss=loss,
-        in_one_piece=run.chunk_rows == run.rows,
-    )
-
-
-def _time(run: Run, method: str, count: float, wire: float) -> Time:
-    _, moved = formulas.DATA[run.data]
-    turns = 2 if run.chunk_rows < run.rows else 1  # a chunk comes again for its backward
-    summed = formulas.all_reduce_bytes(run.model, run.gpus, run.precision, run.frozen)
-    return Time(
-        encoders=formulas.encoder_seconds(run.model, run.rows, run.chunk_rows, run.gpu, run.precision, run.frozen),
-        loss=formulas.loss_seconds(method, count, run.batch, run.gpus, run.model.embed_dim, run.gpu, run.precision),
-        wire=formulas.wire_seconds(wire, run.gpus, run.gpu),
-        all_reduce=formulas.wire_seconds(summed, run.gpus, run.gpu),
-        copies=formulas.host_seconds(turns * run.rows * formulas.sample_bytes(run.model, moved), run.gpu),
-        overlaps=method in (*OURS, "inf-cl"),
-    )
-
-
-def largest_chunk(run: Run, method: str) -> int:
-    """The largest power of two, below the present chunk, with which the batch fits; 0 where none does."""
-    chunk = 1 << max(run.chunk_rows - 1, 1).bit_length() - 1
-    while chunk and memory(replace(run, chunk=chunk), method).peak > usable(run.gpu):
-        chunk //= 2
-    return chunk
-
-
-def _largest_batch(run: Run, method: str) -> int:
+def largest_batch(run: Run, method: str) -> int:
     """A multiple of the number of GPUs, by bisection; 0 where not even one row fits."""
-
-    def fits(rows: int) -> bool:
-        return memory(replace(run, batch=rows * run.gpus), method).peak <= usable(run.gpu)
-
     low, high = 0, 1
-    while high < MOST_ROWS and fits(high):
+    while high < MOST_ROWS and fits(replace(run, batch=high * run.gpus), method):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(replace(run, batch=middle * run.gpus), method) else (low, middle)
     return low * run.gpus
+
+
+def with_largest_chunk(run: Run, method: str) -> Run | None:
+    """The run in one piece if that fits, else in chunks of the largest power of two that does; None if none does."""
+    powers = [2**n for n in reversed(range(run.rows.bit_length()))]
+    return next((one for chunk in (None, *powers) if fits(one := replace(run, chunk=chunk), method)), None)

@@ -77,7 +77,7 @@ def forward(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, Tensor | 
 
 
 def _one_pass(call: Call, state: State) -> tuple[Tensor, Tensor]:
-    """Gradients in the forward: those of a tile as soon as its rows are complete, while its logits are at hand. Returns
+    """Gradients in the forward: those of a tile as soon as its rows are complete, with its logits in memory. Returns
     those of the features, in one tensor, and those of scale and bias."""
     layout, spec, backend = call.layout, call.spec, call.backend
     sizes = [block.features.numel() for block in call.needing]
@@ -88,7 +88,7 @@ def _one_pass(call: Call, state: State) -> tuple[Tensor, Tensor]:
     size = call.plan.slot_size
     memory = workspace.buffer("slots", call.plan.kept * size, layout.dtype, layout.device)
     for strip in layout.strips(call.plan.rows, call.plan.columns):
-        # A pair of a sigmoid loss is complete by itself, a row of a softmax at the end of its strip.
+        # A pair of a sigmoid loss is complete at once, a row of a softmax at the end of its strip.
         for tiles in [[tile] for tile in strip] if spec.epilogue == "sigmoid" else [strip]:
             slots = list(zip(tiles, torch.split(memory[: len(tiles) * size], size), strict=True))
             for tile, slot in slots:

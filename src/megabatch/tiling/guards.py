@@ -147,8 +147,8 @@ def _range(numbers: Tensor) -> Range:
 
 
 def _late_range(key: tuple[str, str], vectors: Callable[[], list[Tensor]]) -> Range:
-    """Of all numbers of an earlier call on a GPU when they have arrived, so that nobody waits. Else those of this call
-    are sent, unless others are on their way."""
+    """Of all numbers of an earlier call on a GPU when they have arrived, so that the host does not wait. Else
+    those of this call are sent, unless others are on their way."""
     if is_capturing():
         return EMPTY_RANGE
     pending = _pending.get(key)
@@ -168,7 +168,7 @@ def is_capturing() -> bool:
 
 
 def copy_to_host(bounds: Tensor) -> tuple[Tensor, Any]:
-    """A copy that nobody waits for, and the event of its arrival."""
+    """A copy without waiting, and the event of its arrival."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arriving = bounds.to("cpu", non_blocking=True)
     event.record(torch.cuda.current_stream(bounds.device))

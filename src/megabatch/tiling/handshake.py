@@ -1,6 +1,6 @@
-"""Handshake: what the ranks of a call know of each other, exchanged once before blocks move.
+"""Handshake: facts of all ranks of a call, exchanged once before blocks move.
 
-Messages, their sizes and who takes part in what follow from it alone, so that no rank can be left waiting.
+Messages and their sizes follow from it alone, so that no rank can be left waiting.
 """
 
 import math
@@ -23,14 +23,14 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of fea
 
 
 class RankInfo(NamedTuple):
-    """What one rank brings. Triples are about `rows`, `columns` and `negatives` of its LossInputs.
+    """Facts of one rank. Triples are about `rows`, `columns` and `negatives` of its LossInputs.
 
     Attributes:
         max_norms: Bounds of the lengths of rows.
         id_range: Smallest and largest id, where equal ids are masked.
         needs: Of LossOptions.
         scale, bias: NaN where only the device knows.
-        grad_enabled: It records gradients: it can take part in a backward.
+        grad_enabled: It records gradients.
         budget: Bytes that it may take, if its caller named them; else 0.
     """
 
@@ -84,7 +84,7 @@ class GroupInfo(NamedTuple):
 
 
 class Handshake:
-    """What all ranks of a call know of each other.
+    """Facts of all ranks of a call.
 
     Attributes:
         info: From the forward.
@@ -143,7 +143,7 @@ class Handshake:
                 self.ranks.function,
                 "ids",
                 f"all ids are equal ({found}), so every pair but a row and its own positive is masked, and the loss is "
-                '0. Pass ids that tell rows apart, or same_ids="positive".',
+                '0. Pass ids that differ between rows, or same_ids="positive".',
             )
         self.ranks.where += ", its warning"
         self.ranks.handshake({}, errors=errors)
@@ -153,7 +153,7 @@ class Handshake:
         function, info, num_rows = self.ranks.function, self.info, self.info.length(0)
         if not num_rows and not (symmetric and info.length(1)):
             raise ValueError(
-                f"{function}: the group must bring at least one row, got none on all of its {self.ranks.size} ranks."
+                f"{function}: the group must have at least one row, got none on all of its {self.ranks.size} ranks."
             )
         low, high = min(info.id_range[0]), max(info.id_range[1])
         id_of_negatives = {has_ids for has_ids, length in zip(info.ids[2], info.rows[2], strict=True) if length}
@@ -169,7 +169,7 @@ class Handshake:
             )
         if len(id_of_negatives) > 1:
             raise ValueError(
-                f"{function}: negative_ids must be given on all ranks of the group that bring negatives, or on none."
+                f"{function}: negative_ids must be given on all ranks of the group that have negatives, or on none."
             )
         for index, name in enumerate(("first features", "second features", "negatives")):
             pairs = zip(info.dtypes[index], info.rows[index], strict=True)

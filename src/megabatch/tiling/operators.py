@@ -88,8 +88,8 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> None:
         raise RuntimeError(
-            "megabatch: the gradient of a loss cannot be differentiated again. Drop create_graph=True, or take the "
-            "dense twin in megabatch.reference, which can."
+            "megabatch: the gradient of a loss cannot be differentiated again. Drop create_graph=True, or use "
+            "megabatch.reference, which supports it."
         )
 
 

@@ -16,7 +16,7 @@ FORMAT = 2
 
 class LossInputs(NamedTuple):
     """The tensors of a call. A symmetric loss has `rows`, and perhaps `columns`, on both sides. Any other has rows,
-    columns, and perhaps more columns that are nobody's positives, `negatives`."""
+    columns, and perhaps more columns that are positives of no row, `negatives`."""
 
     rows: Tensor
     columns: Tensor | None = None
@@ -54,7 +54,7 @@ class LossOptions(NamedTuple):
         memory_budget: Bytes, if the caller chose them.
         autocast_dtype: Name of the dtype that autocast multiplies in, or "".
         group: Name of the process group, or "" for this process alone.
-        grad_enabled: Autograd records: the loss of this rank can take part in a backward.
+        grad_enabled: Autograd records on this rank.
         call_site: The line that made the call, where it is known and there is a group.
     """
 

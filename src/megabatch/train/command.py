@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("train"):
             config, resume = _read(given_flags(options))
             device = device_of(config)
-        world = stack.enter_context(joined(device))
+        world = stack.enter_context(joined(device, control_group=False))
         with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
             stack.enter_context(locked(folder, world, waits=config.run.resume is not None))

@@ -49,7 +49,7 @@ class Data:
         "decode larger JPEGs at 1/2, 1/4 or 1/8, no side below this: faster, but other pixels than OpenCLIP's",
         at_least=1,
     )
-    workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0)
+    workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0, at_most=1024)
 
     def __post_init__(self) -> None:
         if self.csv_separator == r"\t":  # as a shell hands it over
@@ -64,7 +64,9 @@ class Model:
         "tiny", "tiny, small, a model of open_clip by name, or a folder with a Hugging Face CLIP or SigLIP"
     )
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
-    force_image_size: int | None = _option(None, "image size in pixels, if the model allows a choice", at_least=1)
+    force_image_size: int | None = _option(
+        None, "image size in pixels, if the model allows a choice", at_least=1, at_most=8192
+    )
     lock_image: bool = _option(False, "freeze the image tower (LiT)")
     feature_cache: str | None = _option(
         None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
@@ -238,6 +240,7 @@ class Option:
             return len(value) > 0
         return bool(
             math.isfinite(value)
+            and (self.kind is float or abs(value) < 2**63)  # which counters hold
             and value >= self.rules.get("at_least", value)
             and value <= self.rules.get("at_most", value)
             and ("above" not in self.rules or value > self.rules["above"])

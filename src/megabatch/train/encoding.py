@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
 
+from ..distributed.world import World
 from .config import Config
-from .data.loader import Batch
+from .data.loader import RankBatch
 from .data.prepare import Prepare
 from .feature_cache import FeatureCache
 from .towers.towers import Towers
@@ -38,30 +40,29 @@ class Encoder(nn.Module):
         super().__init__()
         self.towers, self.chunk_size, self.texts_only = towers, chunk_size, texts_only
 
-    def forward(self, batch: Batch) -> Features:
-        towers = self.towers
-        first = self.texts(batch.first) if self.texts_only else self._cached(batch)
-        second = self.texts(batch.second)
+    def forward(self, batch: RankBatch) -> Features:
+        towers, rows = self.towers, len(batch.ids)
+        first = self.texts(batch.first)[:rows] if self.texts_only else self.images(batch)
+        second = self.texts(batch.second)[:rows]
         negatives = None if batch.negatives is None else self.texts(batch.negatives)
         return Features(first, second, negatives, towers.logit_scale.exp(), towers.logit_bias)
 
-    def images(self, images: Tensor) -> Tensor:
-        if self.towers.image_is_locked:
-            return self._in_equal_chunks(images)
-        return self._in_chunks(self.towers.encode_image, images, self.towers.pixels)
-
-    def _cached(self, batch: Batch) -> Tensor:
+    def images(self, batch: RankBatch) -> Tensor:
         """Features of all images, of which a cache may have some."""
-        if batch.known is None or not batch.features:
-            return self.images(batch.first)
-        (known,) = batch.features
-        known = known.to(self.towers.logit_scale.device, non_blocking=True)
+        if batch.known is None or batch.features is None:
+            return self._encode_images(batch.first)[: len(batch.ids)]
+        known = batch.features.to(self.towers.logit_scale.device, non_blocking=True)
         if not len(batch.first):
             return known
         features = known.new_empty(len(batch.ids), known.shape[1])
         features[batch.known.to(known.device)] = known
-        features[~batch.known.to(known.device)] = self.images(batch.first)
+        features[~batch.known.to(known.device)] = self._encode_images(batch.first)
         return features
+
+    def _encode_images(self, images: Tensor) -> Tensor:
+        if self.towers.image_is_locked:
+            return self._in_equal_chunks(images)
+        return self._in_chunks(self.towers.encode_image, images, self.towers.pixels)
 
     @torch.no_grad()
     def _in_equal_chunks(self, images: Tensor) -> Tensor:
@@ -86,6 +87,17 @@ class Encoder(nn.Module):
             return encoder(rows if transform is None else transform(rows))
         features: Tensor = mb.chunked(encoder, rows, chunk_size=self.chunk_size, transform=transform, device=device)
         return features
+
+
+def make_encoder(towers: Towers, config: Config, world: World, *, texts_only: bool) -> nn.Module:
+    """To train with: compiled where that is asked for, with gradients that all ranks share."""
+    options = config.optimization
+    rows = min(options.chunk_size, -(-options.global_batch_size // world.size))
+    encoder = Encoder(towers, rows, texts_only=texts_only)
+    if config.model.torchcompile:
+        for part in towers.compiled_parts():
+            part.compile()
+    return encoder if world.group is None else DistributedDataParallel(encoder, gradient_as_bucket_view=True)
 
 
 def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureCache | None = None) -> Prepare:

@@ -9,9 +9,9 @@ from ..distributed.world import joined
 from . import checkpoint
 from .command import device_of
 from .config import Config, Optimization, Run
+from .data import open_classes, open_held_out
 from .data.labelled import ImageFolder
 from .data.source import Source
-from .datasets import open_classes, open_held_out
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
 from .loading import config_of, find_checkpoint, restored_towers
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
                 f"neither, and {config.model.model} has none of its own."
             )
         device = device_of(config)
-    with joined(device) as world:
+    with joined(device, control_group=False) as world:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")

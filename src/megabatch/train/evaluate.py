@@ -20,7 +20,7 @@ import megabatch as mb
 from ..distributed.world import World
 from .config import Config
 from .data.labelled import ImageFolder
-from .data.loader import Batch, batches
+from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
 from .data.prepare import Prepare
 from .data.source import Source
@@ -98,22 +98,11 @@ def _encode(towers: Towers, source: Source, config: Config, world: World) -> tup
     return features, ids, more_ids, int(_total(torch.tensor(skipped), world))
 
 
-def _in_order(source: Source, prepare: Prepare, config: Config, world: World) -> Iterator[Batch]:
+def _in_order(source: Source, prepare: Prepare, config: Config, world: World) -> Iterator[RankBatch]:
     """All of the source, every rank its share of each batch."""
-    size = config.optimization.chunk_size * world.size
-    steps = max(1, -(-len(source) // size))
     order = Order(source.shards, seed=0, shuffle=False)
-    return batches(
-        source,
-        prepare,
-        order,
-        batch_size=size,
-        rank=world.rank,
-        world_size=world.size,
-        workers=config.data.workers,
-        first_step=0,
-        last_step=steps,
-    )
+    requests = Requests(order, config.optimization.chunk_size * world.size, world.rank, world.size)
+    return batches(source, prepare, requests, workers=config.data.workers, device=world.device)
 
 
 def _rows_of(some: Tensor, ids: Tensor) -> Tensor:
@@ -165,7 +154,7 @@ def classify(towers: Towers, folder: ImageFolder, config: Config, world: World) 
         encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
         for batch in _in_order(folder, make_prepare(towers, config, train=False), config, world):
             with autocast(world.device, config.optimization.precision):
-                images = normalize(encoder.images(batch.first).float(), dim=1)
+                images = normalize(encoder.images(batch).float(), dim=1)
             rows, skipped = rows + len(images), skipped + len(batch.bad)
             if len(images):
                 _, nearest = mb.similarity_topk(images, classes, best, group=None)

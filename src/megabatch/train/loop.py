@@ -4,12 +4,11 @@ A step is a function of the weights, the seed and its number: its samples, their
 are drawn anew from (seed, step). So a run that died goes on from its last checkpoint as if nothing had been.
 """
 
-import hashlib
 import math
-import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
@@ -26,25 +24,34 @@ from ..distributed.world import World
 from . import checkpoint
 from .checkpoint import Checkpoints
 from .config import Config, to_mapping
+from .control import StepFacts, exchange
+from .costs import StepCosts, check_memory
+from .data import open_classes, open_held_out, open_train
 from .data.labelled import ImageFolder
-from .data.loader import Batch, batches
+from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
 from .data.source import Source
-from .datasets import open_classes, open_held_out, open_train
-from .encoding import Encoder, make_prepare
+from .encoding import make_encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .feature_cache import FeatureCache
 from .fingerprint import difference
-from .flops import flops_per_sample, peak_flops
+from .introduction import introduce
 from .loading import restore
 from .objective import Objective
-from .optimization import autocast, learning_rate, make_optimizer, make_scaler, warmup_steps
+from .optimization import (
+    autocast,
+    is_finite,
+    learning_rate,
+    make_optimizer,
+    make_scaler,
+    running_statistics,
+    stable_seed,
+)
 from .report import Report
 from .signals import leaving_when_asked
+from .skipped import SkipList
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
-
-NAMED = 5  # skipped samples of a step in a line of the log
 
 
 class Diverged(RuntimeError):
@@ -62,15 +69,6 @@ class Progress:
     nonfinite_in_a_row: int = 0
     evaluated: int = 0  # the last step after which there was an evaluation
     best: float = -math.inf
-
-
-@dataclass(frozen=True)
-class Told:
-    """What ranks tell each other before a step: rows of all, samples that were skipped, a signal that asks to leave."""
-
-    rows: int
-    bad: list[tuple[str, str]]
-    signal: int
 
 
 class Trainer:
@@ -93,7 +91,7 @@ class Trainer:
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
         self.total_steps = options.steps or options.epochs * self.steps_per_epoch
-        self.order = Order(self.source.shards, seed=config.run.seed, resampled=config.data.dataset_resampled)
+        check_memory(self.towers, options.global_batch_size, world, texts_only=self.source.texts_only)
 
         if self.source.texts_only:  # nothing goes through it
             self.towers.lock_image()
@@ -109,14 +107,13 @@ class Trainer:
         self.cache: FeatureCache | None = None
         if config.model.feature_cache is not None and not self.source.texts_only:
             self.cache = FeatureCache.of(config.model.feature_cache, self.towers, options.precision)
-        self.flops = flops_per_sample(self.towers, texts_only=self.source.texts_only)
-        self.peak_flops = peak_flops(world.device, options.precision)
+        self.costs = StepCosts(self.towers, world, options.precision, texts_only=self.source.texts_only)
         self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
         self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
         self.report = Report.silent()
-        self.named: set[str] = set()  # bad samples that the log has named
+        self.skips = SkipList(folder / "skipped.jsonl")
         if resume is not None:
             self._restore(*resume)
         self._agree()
@@ -144,90 +141,70 @@ class Trainer:
     def run(self, report: Report) -> int:
         """Until the last step, which returns 0, or until a signal asks to leave, which returns its number."""
         self.report = report
-        self._introduce()
-        encoder = self._wrapped_encoder()
+        introduce(self)
+        encoder = make_encoder(self.towers, self.config, self.world, texts_only=self.source.texts_only)
         self.towers.train()
-        with leaving_when_asked() as asked:
+        with leaving_when_asked() as asked, closing(self._batches()) as loaded:
             self._evaluate_and_save(leaving=False)  # what a run that was asked to leave has left undone
             started = time.perf_counter()
-            for batch in self._batches():
+            for batch in loaded:
                 data_seconds = time.perf_counter() - started
-                told = self._tell(batch, asked)
-                values = self._step(encoder, batch, told)
-                self.progress.step += 1
-                values |= self._costs(told, data_seconds, time.perf_counter() - started)
-                self.report.step(self.progress.step, values)
-                if self._diverged:
+                facts, values = self._step(encoder, batch, max(asked, default=0))
+                values |= self.costs(facts.rows, data_seconds, time.perf_counter() - started)
+                self.report.step(self.progress.step, values | self._progress_values())
+                if self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite:
                     raise Diverged(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
                         "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
                         "checkpoint with a lower --lr, --grad-clip-norm, or --precision amp_bf16 for amp."
                     )
-                self._evaluate_and_save(leaving=told.signal > 0)
-                if told.signal:
-                    self.report.say(f"{signal.Signals(told.signal).name}: left after step {self.progress.step}, saved.")
-                    return told.signal
+                self._evaluate_and_save(leaving=facts.signal > 0)
+                if facts.signal:
+                    name = signal.Signals(facts.signal).name
+                    self.report.say(f"{name}: left after step {self.progress.step}, saved.")
+                    return facts.signal
                 started = time.perf_counter()
         if self.progress.skipped_samples:
             self.report.warn(f"bad samples were skipped {self.progress.skipped_samples} times in all")
         return 0
 
-    def _wrapped_encoder(self) -> nn.Module:
-        options = self.config.optimization
-        rows = min(options.chunk_size, -(-options.global_batch_size // self.world.size))
-        encoder = Encoder(self.towers, rows, texts_only=self.source.texts_only)
-        if self.config.model.torchcompile:
-            for part in self.towers.compiled_parts():
-                part.compile()
-        if self.world.group is None:
-            return encoder
-        return DistributedDataParallel(encoder, gradient_as_bucket_view=True)
+    @property
+    def _order(self) -> Order:
+        """One for each thread: it remembers where it is."""
+        return Order(self.source.shards, seed=self.config.run.seed, resampled=self.config.data.dataset_resampled)
 
-    def _batches(self) -> Iterator[Batch]:
-        return batches(
-            self.source,
-            make_prepare(self.towers, self.config, train=True, cache=self.cache),
-            self.order,
-            batch_size=self.config.optimization.global_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.size,
-            workers=self.config.data.workers,
-            first_step=self.progress.step,
-            last_step=self.total_steps,
-            pin_memory=self.world.device.type == "cuda",
-        )
-
-    def _tell(self, batch: Batch, asked: list[int]) -> Told:
-        everyones = self.world.gather([len(batch.ids), batch.bad, max(asked, default=0)])
-        rows, bad, signals = zip(*everyones, strict=True)
-        told = Told(sum(rows), [(name, reason) for each in bad for name, reason in each], max(signals))
-        self.progress.samples += told.rows
-        self.progress.skipped_samples += len(told.bad)
-        if new := [bad for bad in told.bad if bad[0] not in self.named]:
-            names = ", ".join(f"{name} ({reason})" for name, reason in new[:NAMED])
-            more = f", and {len(new) - NAMED} more" if len(new) > NAMED else ""
-            self.report.warn(f"step {batch.step + 1}: skipped bad samples: {names}{more}")
-            self.named |= {name for name, _ in new}
-        return told
+    def _batches(self) -> Generator[RankBatch, None, None]:
+        config, world, first, last = self.config, self.world, self.progress.step, self.total_steps
+        size = config.optimization.global_batch_size
+        requests = Requests(self._order, size, world.rank, world.size, first, last, self.skips.lost)
+        prepare = make_prepare(self.towers, config, train=True, cache=self.cache)
+        return batches(self.source, prepare, requests, workers=config.data.workers, device=world.device)
 
     # ---- a step
 
-    def _step(self, encoder: nn.Module, batch: Batch, told: Told) -> Figures:
+    def _step(self, encoder: nn.Module, batch: RankBatch, signal: int) -> tuple[StepFacts, Figures]:
         """What happened. A step without a finite loss and gradient changes nothing, on all ranks."""
         options, step = self.config.optimization, self.progress.step
+        self.skips.note(batch)
+        before = self.progress.nonfinite_in_a_row > 0
+        mine = StepFacts(len(batch.ids), len(batch.bad), len(self.skips.new), before, signal)
+        read_facts = exchange(self.world, mine)
         lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
         values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
-        if told.rows:
+        if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
-        self._count_nonfinite(values, told)
-        return {**values, "train/lr": lr, "train/logit_scale": scale}
+        facts = read_facts()
+        if facts.unlisted:
+            self.report.warn(f"step {step + 1}: skipped bad samples: {self.skips.write_new(self.world)}")
+        self._count(values, facts)
+        return facts, {**values, "train/lr": lr, "train/logit_scale": scale}
 
-    def _descend(self, encoder: nn.Module, batch: Batch) -> Figures:
+    def _descend(self, encoder: nn.Module, batch: RankBatch) -> Figures:
         options = self.config.optimization
         statistics = [buffer.clone() for buffer in self.running_statistics]
         self.optimizer.zero_grad()
@@ -245,7 +222,7 @@ class Trainer:
             "train/accuracy": accuracy.item(),
             "train/grad_norm": norm.item(),
         }
-        if all(self.world.gather(is_finite(values))):
+        if is_finite(values):  # of the loss over all ranks, and of the gradients that they share: the same on each
             if options.grad_clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, options.grad_clip_norm, norm)
             self.scaler.step(self.optimizer)
@@ -259,63 +236,54 @@ class Trainer:
         self.scaler.update()
         return values
 
-    def _count_nonfinite(self, values: Figures, told: Told) -> None:
-        if is_finite(values):
-            self.progress.nonfinite_in_a_row = 0
-            return
-        self.progress.nonfinite_steps += 1
-        self.progress.nonfinite_in_a_row += 1
-        step, loss, norm = self.progress.step + 1, values["train/loss"], values["train/grad_norm"]
-        what = f"loss {loss}, gradient norm {norm}" if told.rows else "none of its samples could be read"
-        self.report.warn(
-            f"step {step}: {what}: nothing was learned from it, on any rank "
-            f"({self.progress.nonfinite_in_a_row} in a row, {self.progress.nonfinite_steps} in all). Its samples are "
-            "in nonfinite.jsonl."
-        )
-        _, indices = self.order.of_step(self.progress.step, self.config.optimization.global_batch_size)
-        self.report.not_finite(step, values, [self.source.name(index) for index in indices.tolist()])
+    def _count(self, values: Figures, facts: StepFacts) -> None:
+        if facts.nonfinite not in (0, self.world.size):
+            raise RuntimeError(
+                f"train: step {self.progress.step} must be finite on all ranks or on none, got {facts.nonfinite} of "
+                f"{self.world.size} on which it was not: their weights differ now. Look for a faulty device, and "
+                "resume from the last checkpoint."
+            )
+        progress, names = self.progress, []
+        if not is_finite(values):
+            _, indices = self._order.of_step(progress.step, self.config.optimization.global_batch_size)
+            names = [self.source.name(index) for index in indices.tolist()]
+        progress.step += 1
+        progress.samples += facts.rows
+        progress.skipped_samples += facts.skipped
+        progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if names else 0
+        if names:
+            progress.nonfinite_steps += 1
+            loss, norm = values["train/loss"], values["train/grad_norm"]
+            what = f"loss {loss}, gradient norm {norm}" if facts.rows else "none of its samples could be read"
+            self.report.warn(
+                f"step {progress.step}: {what}: nothing was learned from it, on any rank "
+                f"({progress.nonfinite_in_a_row} in a row, {progress.nonfinite_steps} in all). Its samples are in "
+                "nonfinite.jsonl."
+            )
+            self.report.not_finite(progress.step, values, names)
 
-    @property
-    def _diverged(self) -> bool:
-        return self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite
-
-    def _costs(self, told: Told, data_seconds: float, seconds: float) -> Figures:
-        flops = self.flops * told.rows / self.world.size / seconds
+    def _progress_values(self) -> Figures:
         return {
             "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
             "train/samples": self.progress.samples,
-            "train/samples_per_second": told.rows / seconds,
-            "train/data_seconds": data_seconds,
-            "train/step_seconds": seconds,
-            "train/tflops_per_second": flops / 1e12,
-            **({} if self.peak_flops is None else {"train/mfu": flops / self.peak_flops}),
-            "train/memory_mib": peak_mib(self.world.device),
             "train/skipped_samples": self.progress.skipped_samples,
             "train/nonfinite_steps": self.progress.nonfinite_steps,
         }
 
     # ---- now and then
 
-    @property
-    def _val_steps(self) -> int:
-        options = self.config.evaluation
-        return options.val_steps or options.val_frequency * self.steps_per_epoch
-
-    @property
-    def _save_steps(self) -> int:
-        options = self.config.run
-        return options.save_steps or options.save_frequency * self.steps_per_epoch
-
-    def _due(self, interval: int) -> bool:
-        step = self.progress.step
+    def _due(self, steps: int | None, epochs: int) -> bool:
+        """What is done every so many steps or, where that is not given, epochs; and after the last step."""
+        step, interval = self.progress.step, steps or epochs * self.steps_per_epoch
         return step > 0 and (step == self.total_steps or (interval > 0 and step % interval == 0))
 
     def _evaluate_and_save(self, *, leaving: bool) -> None:
         """Where either is due. Who is asked to leave saves, and evaluates when the run goes on."""
-        best = False
-        if self.cache is not None and (leaving or self._due(self.steps_per_epoch)):
+        best, val, run = False, self.config.evaluation, self.config.run
+        if self.cache is not None and (leaving or self._due(None, epochs=1)):
             self.cache.flush()
-        if not leaving and self._due(self._val_steps) and self.progress.evaluated < self.progress.step:
+        val_due = self._due(val.val_steps, val.val_frequency) and self.progress.evaluated < self.progress.step
+        if val_due and not leaving:
             try:
                 best = self._evaluate()
             except Exception:
@@ -323,7 +291,7 @@ class Trainer:
                     self.save()
                 raise
         # Weights that give no finite loss must not push out those that did.
-        due = self._due(self._save_steps) and not self.progress.nonfinite_in_a_row
+        due = self._due(run.save_steps, run.save_frequency) and not self.progress.nonfinite_in_a_row
         if best or leaving or (due and self.progress.step > self.saved):
             self.save(best)
 
@@ -412,63 +380,3 @@ class Trainer:
         if self.average is not None:  # from here on, where the run had none
             restore(cast(Towers, self.average.module), state)
             self.average.n_averaged.fill_(1)
-
-    def _introduce(self) -> None:
-        report, options = self.report, self.config.optimization
-        count = sum(parameter.numel() for parameter in self.parameters)
-        report.say(
-            f"{len(self.source)} samples, {options.global_batch_size} a step, {self.steps_per_epoch} steps an epoch, "
-            f"{self.total_steps} steps; ranks: {self.world.size} ({self.world.device.type}); parameters to train: "
-            f"{count / 1e6:.1f}M"
-        )
-        if options.global_batch_size > len(self.source):
-            report.warn(
-                f"--global-batch-size {options.global_batch_size} is more than there are samples: they come "
-                f"{options.global_batch_size / len(self.source):.1f} times in a step, and an epoch is a step"
-            )
-        if self.running_statistics and (self.world.size > 1 or options.chunk_size < options.global_batch_size):
-            report.warn(
-                "the towers have batch norms, which know the rows of their rank and chunk alone: the run depends on "
-                "the number of ranks and on --chunk-size"
-            )
-        if warmup_steps(options, self.total_steps) > self.total_steps:
-            report.warn(f"--warmup {options.warmup} is longer than the run: --lr {options.lr} is never reached")
-        for source in (self.source, self.held_out):
-            problems: dict[str, int] = getattr(source, "problems", {})
-            for reason, times in problems.items():
-                report.warn(f"left out when the data was opened: {times} × {reason}")
-        if self.resumed is None:
-            return
-        path, ranks, config = self.resumed
-        report.say(f"resumed from {path.name} after step {self.progress.step}")
-        if self.progress.step >= self.total_steps:
-            report.say(f"all {self.total_steps} steps are done. More --steps or --epochs go on.")
-        if ranks != self.world.size:
-            report.warn(f"there were {ranks} ranks, now there are {self.world.size}: the last bits will differ")
-        now = to_mapping(self.config)
-        for section, before in config.items():
-            for name, value in before.items():
-                if section != "run" and now[section].get(name) != value:
-                    report.warn(f"--{name.replace('_', '-')} was {value}, now it is {now[section].get(name)}")
-
-
-def running_statistics(module: nn.Module) -> list[torch.Tensor]:
-    """What a forward in training changes: batch norms'."""
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-
-
-def is_finite(values: Figures) -> bool:
-    return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
-
-
-def stable_seed(*numbers: int | str) -> int:
-    """63 bits of all of them, in their order."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1
-
-
-def peak_mib(device: torch.device) -> float:
-    """The most memory that there was at a time: of the device's allocator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

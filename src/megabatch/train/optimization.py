@@ -1,7 +1,8 @@
 """How parameters move: groups, schedule, precision."""
 
+import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -56,3 +57,18 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
 def make_scaler(device: torch.device, precision: str) -> torch.amp.GradScaler:
     """Lifts the small gradients of float16 above its zero; does nothing else."""
     return torch.amp.GradScaler(device.type, enabled=precision == "amp")
+
+
+def running_statistics(module: nn.Module) -> list[torch.Tensor]:
+    """What a forward in training changes: batch norms'."""
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+def is_finite(values: Mapping[str, float]) -> bool:
+    return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
+
+
+def stable_seed(*numbers: int | str) -> int:
+    """63 bits of all of them, in their order."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1

@@ -10,21 +10,34 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..config import Data
-from .labelled import TEMPLATES as TEMPLATES
-from .labelled import ImageFolder as ImageFolder
-from .loader import Batch as Batch
-from .loader import batches as batches
-from .order import Order as Order
-from .pairs import TextPairs as TextPairs
-from .prepare import Piece as Piece
-from .prepare import Prepare as Prepare
-from .shards import Shards as Shards
-from .source import BadSample as BadSample
-from .source import Sample as Sample
-from .source import Shard as Shard
-from .source import Source as Source
-from .tables import Table as Table
+from ..config import Config, Data
+from .labelled import ImageFolder
+from .pairs import TextPairs
+from .shards import Shards
+from .source import Sample, Shard, Source
+from .tables import Table
+
+ICONS_HELD_OUT = 1000  # among which captions are looked for, if nothing else is said
+
+
+def open_train(config: Config) -> Source:
+    if config.data.train_data is None:
+        raise ValueError("--train-data must be given, got none.")
+    return open_source(config.data.train_data, config.data)
+
+
+def open_held_out(config: Config) -> Source | None:
+    what, limit = config.evaluation.val_data, config.evaluation.val_num_samples
+    if what == "icons" and limit is None:
+        limit = ICONS_HELD_OUT
+    return None if what is None else open_source(what, config.data, held_out=True, limit=limit)
+
+
+def open_classes(config: Config) -> ImageFolder | None:
+    options = config.evaluation
+    if options.zeroshot_data is None:
+        return None
+    return ImageFolder(options.zeroshot_data, classnames=options.classnames, templates=options.templates)
 
 
 def open_source(what: str, options: Data | None = None, *, held_out: bool = False, limit: int | None = None) -> Source:

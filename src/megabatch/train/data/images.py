@@ -3,12 +3,13 @@
 import errno
 import hashlib
 import io
+import stat
 import warnings
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from .source import BadSample
+from .source import LARGEST_FILE, BadSample
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 NOT_AN_IMAGE = f"not an image ({', '.join(FORMATS)})"
@@ -18,11 +19,15 @@ _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 def read_file(path: Path) -> bytes:
     """What a sample may lack is its file. An error of the disk is no property of the sample."""
     try:
-        return path.read_bytes()
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe or a device could wait for ever, or do worse
+            raise BadSample("not a file")
+        if found.st_size > LARGEST_FILE:
+            raise BadSample(f"file of more than {LARGEST_FILE} bytes")
+        with path.open("rb") as file:
+            return file.read(found.st_size)
     except (FileNotFoundError, NotADirectoryError):
         raise BadSample("no such file") from None
-    except IsADirectoryError:
-        raise BadSample(NOT_AN_IMAGE) from None
     except PermissionError:
         raise BadSample("file may not be read") from None
     except ValueError:  # a byte of zeros

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..fingerprint import data_line
 from ..towers.open_clip import import_open_clip
 from .images import content_key, read_file
-from .source import Sample, Shard
+from .source import LARGEST_TEXT, Sample, Shard, check_file, printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 TEMPLATES = (
@@ -53,7 +53,9 @@ class ImageFolder:
         for number, path in enumerate(folders):
             images = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
             if not images:
-                raise ValueError(f"--zeroshot-data {path}: must have images ({', '.join(SUFFIXES)}), has none.")
+                raise ValueError(
+                    f"--zeroshot-data {printable(str(path))}: must have images ({', '.join(SUFFIXES)}), has none."
+                )
             self._images += [(image, number) for image in images]
         names = [path.name for path in folders]
         if classnames is None:
@@ -72,7 +74,7 @@ class ImageFolder:
         return Sample(self.classnames[number], content_key(data), data, rgb_first=True, label=number)
 
     def name(self, index: int) -> str:
-        return str(self._images[index][0])
+        return printable(str(self._images[index][0]))
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -117,8 +119,7 @@ def _existing(folder: Path) -> Path:
 
 def _lines(path: Path, flag: str) -> Sequence[tuple[int, str]]:
     """The lines that are not empty, with their numbers."""
-    if not path.is_file():
-        raise ValueError(f"{flag} {path}: must be a file.")
+    check_file(path, LARGEST_TEXT)
     lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
     lines_with_text = [(number, line.strip()) for number, line in lines if line.strip()]
     if not lines_with_text:

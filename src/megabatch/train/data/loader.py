@@ -1,102 +1,55 @@
-"""Batches, made ahead of their use by other processes.
+"""Batches, made ahead of their use by other processes, and put together by a thread beside the trainer's.
 
 A rank's part of a step is handed out in pieces, so that all workers are at work on one step, whatever its size. Pieces
 come back in order. What a batch holds depends on neither the number of workers nor, over all ranks, that of ranks.
 """
 
-import contextlib
-import os
-import signal
-import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from .order import Order
 from .prepare import Piece, Prepare
-from .source import Source
+from .source import Lost, Source
+from .workers import InProcess, Request, Row, Worker, WorkerDied
 
 _PIECE = 256  # samples
-_MOST_PIECES_AHEAD = 128  # each takes some file descriptors, of which a process has about a thousand
-_LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
-class Batch(Piece):
-    """A rank's part of a step. Bad samples are left out, so it may have fewer rows than planned, or none."""
+class RankBatch(Piece):
+    """A rank's part of a step. Bad samples are left out, so it may have fewer rows than planned, or none.
+
+    `first` and `second` have the planned number of rows all the same, so that shapes stay: those beyond `len(ids)`
+    repeat others. (With a cache of features, `first` has what it needs; without a row, neither has any.)
+    """
 
     step: int = 0
+    lost: list[Lost] = field(default_factory=list)
 
 
-def batches(
-    source: Source,
-    prepare: Prepare,
-    order: Order,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    workers: int,
-    first_step: int,
-    last_step: int | None,
-    pin_memory: bool = False,
-) -> Iterator[Batch]:
-    """The part of `rank` of the steps from `first_step` up to, not including, `last_step`, or where `order` ends.
+@dataclass(frozen=True)
+class Requests:
+    """The part of a rank of the steps from `first_step` up to, not including, `last_step`, or where `order` ends.
 
-    Workers end when the iterator is closed or dropped.
+    Attributes:
+        lost: Reasons of samples to leave out, by position in the stream and number of the sample.
     """
-    requests = _Requests(order, batch_size, rank, world_size, first_step, last_step)
-    pieces_of_step = -(-batch_size // world_size // _PIECE)
-    ahead = min(-(-pieces_of_step // max(1, workers)), _MOST_PIECES_AHEAD // max(1, workers))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: the user's choice
-        loader: DataLoader[tuple[_Request, Piece]] = DataLoader(
-            _Pieces(source, prepare),
-            batch_size=None,
-            sampler=requests,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_start_worker,
-            prefetch_factor=max(2, ahead) if workers else None,
-            generator=torch.Generator(),  # or it draws a seed, which it has no use for, from the trainer's
-        )
-        with _signals_blocked():
-            replies = iter(loader)
-    assembly: _Assembly | None = None
-    for request, piece in replies:
-        assembly = assembly or _Assembly(request, piece, pin_memory)
-        assembly.add(piece)
-        if request.last:
-            yield assembly.batch()
-            assembly = None
 
-
-@dataclass(frozen=True)
-class _Request:
-    """Samples for a worker to prepare. `rows` is what the rank's part of the step is planned to have in all."""
-
-    step: int
-    rows: int
-    last: bool  # of its step
-    passes: list[int]
-    indices: list[int]
-
-
-@dataclass(frozen=True)
-class _Requests:
     order: Order
     batch_size: int
-    rank: int
-    world_size: int
-    first_step: int
-    last_step: int | None
+    rank: int = 0
+    world_size: int = 1
+    first_step: int = 0
+    last_step: int | None = None
+    lost: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[_Request]:
+    def of(self, source: Source) -> Iterator[Request]:
         step = self.first_step
         while self.last_step is None or step < self.last_step:
             passes, indices = self.order.of_step(step, self.batch_size)
@@ -105,93 +58,133 @@ class _Requests:
             start, stop = (rank * len(indices) // self.world_size for rank in (self.rank, self.rank + 1))
             # A rank without rows has one piece, which is empty.
             for begin in range(start, max(stop, start + 1), _PIECE):
-                end = min(begin + _PIECE, stop)
-                yield _Request(step, stop - start, end == stop, passes[begin:end].tolist(), indices[begin:end].tolist())
+                piece, first = slice(begin, min(begin + _PIECE, stop)), step * self.batch_size + begin
+                numbered = zip(passes[piece].tolist(), indices[piece].tolist(), strict=True)
+                rows = [Row(position, *each) for position, each in enumerate(numbered, start=first)]
+                request = Request(step, stop - start, piece.stop == stop, rows)
+                for row in rows if self.lost else ():
+                    if reason := self.lost.get((row.position, row.sample)):
+                        request = request.without(row, source.name(row.sample), reason)
+                yield request
             step += 1
 
 
-@dataclass(frozen=True)
-class _Pieces(Dataset[tuple[_Request, Piece]]):
-    source: Source
-    prepare: Prepare
+def batches(
+    source: Source, prepare: Prepare, requests: Requests, *, workers: int, device: torch.device | None = None
+) -> Generator[RankBatch, None, None]:
+    """What is asked for, in memory from which `device` copies fast. Workers end when this is closed or dropped."""
+    pin_to = device if device is not None and device.type == "cuda" else None
+    team: Sequence[InProcess] = [Worker(source, prepare) for _ in range(workers)] or [InProcess(source, prepare)]
+    loader = _Loader(requests.of(source), team, pin_memory=pin_to is not None)
+    if not workers:
+        yield from iter(loader.next_batch, None)
+        return
+    with ThreadPoolExecutor(1, initializer=_set_device, initargs=(pin_to,)) as thread:
+        try:
+            yield from _one_ahead(loader, thread)
+        finally:
+            loader.end()  # or the thread would wait for its workers
 
-    def __getitem__(self, request: Any) -> tuple[_Request, Piece]:
-        return request, self.prepare(self.source, request.passes, request.indices)
+
+def _one_ahead(loader: "_Loader", thread: ThreadPoolExecutor) -> Iterator[RankBatch]:
+    """While a batch is used, the next is made."""
+    future = thread.submit(loader.next_batch)
+    while True:
+        try:
+            batch = future.result()
+        except WorkerDied as death:  # This thread alone forks processes: in the other's they would inherit its locks.
+            death.worker.restart()
+            future = thread.submit(loader.next_batch)
+            continue
+        if batch is None:
+            return
+        future = thread.submit(loader.next_batch)
+        yield batch
+
+
+def _set_device(device: torch.device | None) -> None:
+    """Memory is pinned for the device of its thread."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+class _Loader:
+    """Hands out requests to workers in turn, and takes their pieces in the same order."""
+
+    def __init__(self, requests: Iterator[Request], workers: Sequence[InProcess], *, pin_memory: bool) -> None:
+        self._requests, self._workers, self._pin_memory = requests, workers, pin_memory
+        self._turns: deque[InProcess] = deque()
+        self._assembly: _Assembly | None = None
+        for worker in [*workers, *workers]:  # one request to work on, and one to go on with
+            self._hand_out(worker)
+
+    def _hand_out(self, worker: InProcess) -> None:
+        if (request := next(self._requests, None)) is not None:
+            worker.send(request)
+            self._turns.append(worker)
+
+    def next_batch(self) -> RankBatch | None:
+        """None after the last. After WorkerDied, and a restart, it can be called again."""
+        while self._turns:
+            request, piece = self._turns[0].receive()
+            self._hand_out(self._turns.popleft())
+            if self._assembly is None:
+                self._assembly = _Assembly(request, piece, pin_memory=self._pin_memory)
+            self._assembly.add(request, piece)
+            if request.last:
+                batch, self._assembly = self._assembly.batch(), None
+                return batch
+        return None
+
+    def end(self) -> None:
+        for worker in self._workers:
+            worker.end()
 
 
 class _Assembly:
     """A batch in the making. Pieces are copied into it as they come, which sets their shared memory free."""
 
-    def __init__(self, request: _Request, piece: Piece, pin_memory: bool) -> None:
-        def room(like: Tensor) -> Tensor:
-            return torch.empty(request.rows, *like.shape[1:], dtype=like.dtype, pin_memory=pin_memory)
-
+    def __init__(self, request: Request, piece: Piece, *, pin_memory: bool) -> None:
         self._step, self._pin_memory = request.step, pin_memory
-        self._rows = self._images = 0
-        self._first, *self._room = (room(tensor) for tensor in (piece.first, piece.second, piece.ids))
-        self._cached: list[tuple[Tensor, Tensor]] = []
-        self._features: list[Tensor] = []
-        self._negatives: list[tuple[Tensor, Tensor]] = []
+        self._rooms: dict[str, Tensor] = {}
+        for name in ("first", "second", "ids"):
+            like = getattr(piece, name)
+            shape = (request.planned, *like.shape[1:])
+            self._rooms[name] = torch.empty(shape, dtype=like.dtype, pin_memory=pin_memory)
+        self._filled = dict.fromkeys(self._rooms, 0)
+        self._parts: dict[str, list[Tensor]] = {}  # of what has any number of rows
         self._bad: list[tuple[str, str]] = []
+        self._lost: list[Lost] = []
 
-    def add(self, piece: Piece) -> None:
-        stop = self._rows + len(piece.ids)
-        last_image = self._images + len(piece.first)
-        second, ids = (room[self._rows : stop] for room in self._room)
-        rooms = (self._first[self._images : last_image], second, ids)
-        for room, tensor in zip(rooms, (piece.first, piece.second, piece.ids), strict=True):
+    def add(self, request: Request, piece: Piece) -> None:
+        for name, room in self._rooms.items():
+            tensor, start = getattr(piece, name), self._filled[name]
             if room.shape[1:] != tensor.shape[1:]:
                 raise ValueError(
                     "tokenizer: must make all texts the same length, got "
                     f"{tuple(room.shape[1:])} and {tuple(tensor.shape[1:])}. Pad to the longest there can be."
                 )
-            room[:] = tensor
-        if piece.negatives is not None and piece.negative_ids is not None:
-            self._negatives.append((piece.negatives.clone(), piece.negative_ids.clone()))
-        if piece.keys is not None and piece.known is not None:
-            self._cached.append((piece.keys.clone(), piece.known.clone()))
-            self._features += [features.clone() for features in piece.features]
-        self._rows, self._images = stop, last_image
-        self._bad += piece.bad
+            room[start : start + len(tensor)] = tensor
+            self._filled[name] += len(tensor)
+        for name in ("negatives", "negative_ids", "keys", "known", "features"):
+            if (tensor := getattr(piece, name)) is not None:
+                self._parts.setdefault(name, []).append(tensor.clone())
+        rows = request.rows
+        for number, name, reason in piece.unread:
+            request = request.without(rows[number], name, reason)
+        self._lost += request.lost
+        self._bad += [*((lost.name, lost.reason) for lost in request.lost), *piece.bad]
 
-    def batch(self) -> Batch:
-        second, ids = (room[: self._rows] for room in self._room)
-        negatives, negative_ids = (
-            (self._joined(list(each)) for each in zip(*self._negatives, strict=True))
-            if self._negatives
-            else (None, None)
-        )
-        keys, known = (torch.cat(each) for each in zip(*self._cached, strict=True)) if self._cached else (None, None)
-        first, features = self._first[: self._images], [self._joined(self._features)] if self._features else []
-        return Batch(first, second, ids, negatives, negative_ids, self._bad, keys, known, features, step=self._step)
+    def batch(self) -> RankBatch:
+        joined: dict[str, Any] = {name: torch.cat(parts) for name, parts in self._parts.items()}
+        if self._pin_memory:
+            joined = {name: tensor.pin_memory() for name, tensor in joined.items()}
+        first = self._rooms["first"][: self._filled["first"]] if "known" in joined else self._padded("first")
+        ids = self._rooms["ids"][: self._filled["ids"]]
+        return RankBatch(first, self._padded("second"), ids, self._bad, step=self._step, lost=self._lost, **joined)
 
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        joined = torch.cat(tensors)
-        return joined.pin_memory() if self._pin_memory else joined
-
-
-def _as_it_is(piece: Any) -> Any:
-    return piece
-
-
-def _start_worker(number: int) -> None:
-    torch.set_num_threads(1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
-    threading.Thread(target=_end_at_the_trainers_word, daemon=True).start()
-
-
-def _end_at_the_trainers_word() -> None:
-    """SIGTERM from the trainer is how its end, if nothing else, ends its workers. Others send it to the whole group."""
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
-        pass
-    os._exit(0)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """For processes that start in here, so that none is hit before it can say what it does not listen to."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def _padded(self, name: str) -> Tensor:
+        room, rows = self._rooms[name], self._filled[name]
+        if rows:
+            room[rows:] = room[torch.arange(len(room) - rows) % rows]
+        return room if rows else room[:0]

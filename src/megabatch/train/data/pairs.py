@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..fingerprint import data_line, numbers
-from .source import OpenFiles, Sample, Shard
+from .source import OpenFiles, Sample, Shard, check_file, lines_of
 
 
 class TextPairs:
@@ -27,10 +27,9 @@ class TextPairs:
         self.has_negatives = False
         places: list[tuple[int, int, int]] = []  # offset, size, number of the line
         offset = 0
-        if not self._path.is_file():
-            raise ValueError(f"{self._path}: must be a file, and there is none.")
+        check_file(self._path)
         with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(lines_of(file, self._path), start=1):
                 if line.strip():
                     _, _, negatives = _parsed(line, f"{path}: line {number}")
                     self.has_negatives |= bool(negatives)

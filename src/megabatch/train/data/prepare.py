@@ -1,8 +1,11 @@
 """Samples made tensors: the same tensors whoever makes them, and wherever."""
 
+import errno
 import hashlib
+import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -13,7 +16,11 @@ from torch import Tensor
 from ..feature_cache import FeatureCache
 from ..preprocessing import Preprocessing
 from .images import content_key, decode
-from .source import BadSample, Sample, Source
+from .source import LARGEST_TEXT, BadSample, Sample, Source
+
+RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_MOST_UNREAD = 8  # samples of a piece; more than that are a broken disk
 
 
 @dataclass
@@ -24,24 +31,26 @@ class Piece:
         first: Images, uint8 `[n, channels, size, size]`, or tokens of queries.
         second: Tokens of captions or positives, `[n, length]`.
         ids: `[n]`: equal for rows that are not each other's negatives; labels, where samples have them.
+        bad: Name of each sample that was left out, and the reason.
+        unread: Those that were left out because the disk failed: number among the samples asked for, name and reason.
         negatives: Tokens of all rows' negatives, or of their further captions, `[k, length]`; None where the source
             never has any.
         negative_ids: `[k]`: equal to the id of a row with that text; of a further caption, that of its row.
-        bad: Name of each sample that was left out, and the reason.
         keys: `[n, 2]`, of images in a cache of features; None where there is no cache.
         known: `[n]`: whether the row's feature was found there. `first` has the images of all other rows.
-        features: Of the rows that are known.
+        features: Of the rows that are known; None where no row is.
     """
 
     first: Tensor
     second: Tensor
     ids: Tensor
-    negatives: Tensor | None
-    negative_ids: Tensor | None
     bad: list[tuple[str, str]]
+    unread: list[tuple[int, str, str]] = field(default_factory=list)
+    negatives: Tensor | None = None
+    negative_ids: Tensor | None = None
     keys: Tensor | None = None
     known: Tensor | None = None
-    features: list[Tensor] = field(default_factory=list)
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Prepare:
     min_decode_size: int | None = None
     cache: FeatureCache | None = None
 
-    def __call__(self, source: Source, passes: Sequence[int], indices: Sequence[int]) -> Piece:
+    def __call__(self, source: Source, passes: Sequence[int], indices: Iterable[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
         images: list[Tensor] = []
         features: list[Tensor] = []
@@ -76,9 +85,10 @@ class Prepare:
         known: list[bool] = []
         samples: list[Sample] = []
         bad: list[tuple[str, str]] = []
-        for number, index in zip(passes, indices, strict=True):
+        unread: list[tuple[int, str, str]] = []
+        for row, (number, index) in enumerate(zip(passes, indices, strict=True)):
             try:
-                sample = source[index]
+                sample = _read(source, index)
                 _check_texts(sample)
                 feature = None
                 if self.cache is not None:
@@ -87,7 +97,15 @@ class Prepare:
                 if sample.image is not None and feature is None:
                     images.append(self._pixels(sample, number, index))
             except BadSample as reason:
-                bad.append((source.name(index), str(reason)))
+                name = source.name(index)
+                if not isinstance(reason, _Unread):
+                    bad.append((name, str(reason)))
+                    continue
+                unread.append((row, name, str(reason)))
+                if len(unread) > _MOST_UNREAD:
+                    raise OSError(
+                        f"{name}: {reason}, as with {_MOST_UNREAD} samples before. Look at the disk."
+                    ) from None
                 continue
             samples.append(replace(sample, image=None))  # its content is freed
             if self.cache is not None:
@@ -106,12 +124,13 @@ class Prepare:
             first=query_tokens if source.texts_only else pixels,
             second=tokens,
             ids=torch.tensor([self._id(sample) for sample in samples], dtype=torch.int64),
+            bad=bad,
+            unread=unread,
             negatives=negative_tokens if source.has_negatives else None,
             negative_ids=torch.tensor(negative_ids, dtype=torch.int64) if source.has_negatives else None,
-            bad=bad,
             keys=None if self.cache is None else torch.tensor(keys, dtype=torch.int64).view(-1, 2),
             known=None if self.cache is None else torch.tensor(known, dtype=torch.bool),
-            features=[torch.stack(features)] if features else [],
+            features=torch.stack(features) if features else None,
         )
 
     def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
@@ -140,6 +159,23 @@ class Prepare:
         return _hash("image", sample.duplicate_key) if by_image else _hash("text", sample.text)
 
 
+def _read(source: Source, index: int, attempts: int = len(RETRY_SECONDS)) -> Sample:
+    """A sample. Disks, and those of a network above all, fail for a moment."""
+    try:
+        return source[index]
+    except OSError as error:
+        if error.errno not in _TRANSIENT:
+            raise
+        if not attempts:
+            raise _Unread(f"disk error, {len(RETRY_SECONDS) + 1} times: {os.strerror(error.errno)}") from None
+    time.sleep(RETRY_SECONDS[-attempts])
+    return _read(source, index, attempts - 1)
+
+
+class _Unread(BadSample):
+    """The disk failed, which is no property of the sample."""
+
+
 def _content_key(sample: Sample) -> str:
     if isinstance(sample.image, Image.Image):  # drawn, and known to others by its name
         return content_key(repr((sample.image.mode, sample.image.size)).encode() + sample.image.tobytes())
@@ -150,6 +186,8 @@ def _check_texts(sample: Sample) -> None:
     texts = [sample.text, *sample.captions, *sample.negatives] + ([] if sample.query is None else [sample.query])
     if not all(text.strip() for text in texts):
         raise BadSample("empty caption" if sample.query is None else "empty text")
+    if max(map(len, texts)) > LARGEST_TEXT:
+        raise BadSample(f"text of more than {LARGEST_TEXT} characters")
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:

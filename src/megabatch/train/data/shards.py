@@ -6,15 +6,13 @@ which samples make a step does not depend on who reads which shard.
 
 import bisect
 import json
-import os
+import math
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from braceexpand import braceexpand
@@ -22,12 +20,13 @@ from torch import Tensor
 
 from ..fingerprint import data_line, numbers
 from .images import content_key
-from .source import BadSample, OpenFiles, Sample, Shard, Strings
+from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, OpenFiles, Sample, Shard, Strings, printable
+from .tars import members
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
 CAPTIONS = ("txt", "json")
 
-_END = bytes(tarfile.BLOCKSIZE)  # of a tar: a block of zeros
+_MOST_SHARDS = 10**6
 
 # WebDataset's rule: the key ends at the first dot of the file's name.
 _MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
@@ -69,12 +68,14 @@ class Shards:
     def __getitem__(self, index: int) -> Sample:
         path = self._path(index)
         image_offset, image_size, text_offset, text_size, is_json = self._places[index].tolist()
+        if image_size > LARGEST_FILE or text_size > LARGEST_TEXT:
+            raise BadSample(f"image of more than {LARGEST_FILE} or text of more than {LARGEST_TEXT} bytes")
         data = self._open_files.read(path, image_offset, image_size)
         caption = _caption(self._open_files.read(path, text_offset, text_size), bool(is_json))
         return Sample(caption, content_key(data), data, rgb_first=True)
 
     def name(self, index: int) -> str:
-        return f"{self._path(index)}: {self._keys[index]}"
+        return printable(f"{self._path(index)}: {self._keys[index]}")
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -137,6 +138,9 @@ def _expanded(source: str) -> list[Path]:
         raise ValueError(f"{source}: must be a local file. Copy the shards to a disk first, or mount what holds them.")
     if not source:
         raise ValueError("tar shards: must have a source before and after each ::, got none.")
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", source)
+    if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > _MOST_SHARDS:
+        raise ValueError(f"{source}: must be at most {_MOST_SHARDS} shards, got more.")
     try:
         paths = [Path(path) for path in braceexpand(source)]
     except ValueError:
@@ -161,7 +165,7 @@ class _Index:
 def _index(path: Path) -> _Index:
     samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     current: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, offset, size in _members(path):
+    for name, offset, size in members(path):
         member = _MEMBER.fullmatch(name)
         if member is None:
             continue
@@ -183,50 +187,3 @@ def _index(path: Path) -> _Index:
     if places:
         index.places = torch.tensor(places, dtype=torch.int64)
     return index
-
-
-def _members(path: Path) -> list[tuple[str, int, int]]:
-    """Name, offset and size of every file in a tar."""
-    try:
-        with path.open("rb") as file:
-            plain = _members_of_plain(file)
-            return _members_of_any(file) if plain is None else plain
-    except tarfile.TarError as error:
-        raise ValueError(f"{path}: must be a whole, uncompressed tar, got: {error}. Fetch or write it anew.") from None
-
-
-def _members_of_plain(file: BinaryIO) -> list[tuple[str, int, int]] | None:
-    """Those of a tar that holds nothing but files with short names, as shards do; None if it is any other.
-
-    tarfile takes several times as long per header, and shards have millions.
-    """
-    handle, position, members = file.fileno(), 0, []
-    while (header := os.pread(handle, tarfile.BLOCKSIZE, position)) != _END:
-        try:
-            size, sum_of_bytes = int(header[124:135], 8), int(header[148:154], 8)
-        except ValueError:
-            return None
-        # The bytes of the sum itself count as eight spaces.
-        if header[257:262] != b"ustar" or sum(header) - sum(header[148:156]) + 256 != sum_of_bytes:
-            return None
-        kind, data = header[156:157], position + tarfile.BLOCKSIZE
-        if kind in (tarfile.REGTYPE, tarfile.AREGTYPE) and not header[345]:
-            name = header[:100].rstrip(b"\0").decode(errors="surrogateescape")
-            members.append((name, data, size))
-        elif kind != tarfile.XHDTYPE or re.search(
-            rb" (path|size|linkpath|GNU\.sparse[^=]*)=", os.pread(handle, size, data)
-        ):
-            return None
-        position = data + -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-    return members
-
-
-def _members_of_any(file: BinaryIO) -> list[tuple[str, int, int]]:
-    file.seek(0)
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        members = [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
-        # tarfile takes a damaged header for the end, too.
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != _END:
-            raise tarfile.ReadError(f"no header and no end at byte {tar.offset}")
-    return members

@@ -2,17 +2,36 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, AnyStr, Protocol
 
 import torch
 from PIL import Image
 
+LARGEST_FILE = 2**28  # bytes of an image
+LARGEST_TEXT = 2**20  # characters of a text
+LARGEST_LINE = 2**26  # of a table
+
 
 class BadSample(Exception):
     """A sample that cannot be used. The text is the kind of reason, the same for all samples of that kind."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A sample that the machine failed on, and may not fail on again: a replay of its step has to leave it out too.
+
+    Attributes:
+        position: Its place in the run's stream of samples, see `Order`.
+        index: Its number in the source.
+    """
+
+    position: int
+    index: int
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,29 @@ class Source(Protocol):
         """What changes when the data does, a `fingerprint.data_line` per file. It must not read the samples."""
 
 
+def printable(text: str) -> str:
+    """Names come from files that nobody vouches for: whatever could move a terminal's cursor is escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def check_file(path: Path, largest: int | None = None) -> None:
+    """Raises ValueError where this is no file to read a table from: a folder, a device or a pipe, or too large."""
+    if not path.is_file():
+        raise ValueError(f"{path}: must be a file, {'is something else' if path.exists() else 'and there is none'}.")
+    if largest is not None and path.stat().st_size > largest:
+        raise ValueError(f"{path}: must have at most {largest} bytes, has {path.stat().st_size}.")
+
+
+def lines_of(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """The lines of a file, none of which may fill the memory."""
+    number = 0
+    while line := file.readline(LARGEST_LINE + 1):
+        number += 1
+        if len(line) > LARGEST_LINE:
+            raise ValueError(f"{path}: line {number} must have at most {LARGEST_LINE} characters, has more.")
+        yield line
+
+
 class Strings:
     """Many strings in one piece of memory, which processes share and nothing counts references of."""
 
@@ -110,8 +152,11 @@ class OpenFiles:
                 os.close(self._descriptors.popitem(last=False)[1])
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         self._descriptors.move_to_end(path)
-        # A position of its own: after a fork the descriptor's position is everybody's.
-        data = os.pread(self._descriptors[path], size, offset)
+        try:  # A position of its own: after a fork the descriptor's position is everybody's.
+            data = os.pread(self._descriptors[path], size, offset)
+        except OSError:
+            os.close(self._descriptors.pop(path))  # of a file system that was gone for a while
+            raise
         if len(data) != size:
             raise RuntimeError(f"{path}: has {len(data)} bytes from {offset} on, had {size}. It changed while in use.")
         return data

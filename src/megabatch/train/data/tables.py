@@ -12,8 +12,9 @@ import torch
 
 from ..fingerprint import data_line
 from .images import content_key, read_file
-from .source import BadSample, Sample, Shard, Strings
+from .source import LARGEST_LINE, BadSample, Sample, Shard, Strings, check_file, lines_of, printable
 
+_LARGEST_JSON = 2**31  # bytes: it is read as a whole
 _LOOKED_AT = 1000  # rows, to find where relative paths start
 _ASKED = 100  # images, for their sizes
 _QUOTING = 'A field that holds the separator or starts with a quote is put in quotes, with "" for each quote inside.'
@@ -68,7 +69,7 @@ class Table:
         return Sample(first, content_key(data), data, captions=tuple(others))
 
     def name(self, index: int) -> str:
-        return str(self._folder / self._files[index])
+        return printable(str(self._folder / self._files[index]))
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -82,8 +83,7 @@ class Table:
 
 
 def _coco_rows(path: Path) -> Iterator[tuple[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"{path}: must be a file, and there is none.")
+    check_file(path, _LARGEST_JSON)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = {image["id"]: image["file_name"] for image in content["images"]}
@@ -99,11 +99,10 @@ def _coco_rows(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Iterator[tuple[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"{path}: must be a file, and there is none.")
-    csv.field_size_limit(2**31 - 1)  # a long caption is no mistake of the file
+    check_file(path)
+    csv.field_size_limit(LARGEST_LINE)  # a long caption is no mistake of the file
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=separator, strict=True)
+        reader = csv.reader(lines_of(file, path), delimiter=separator, strict=True)
         try:
             header = next(reader, None)
             if not header:

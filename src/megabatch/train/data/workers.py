@@ -1,0 +1,185 @@
+"""Processes that prepare samples. What kills a process is known: the sample that it was at."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing  # by which tensors pass through pipes
+
+from .prepare import Piece, Prepare
+from .source import Lost, Source
+
+SLOW_SECONDS = 60.0  # without an answer, until somebody is told; doubled each time
+_MOST_DEATHS = 8  # over one request: more are not the samples' fault
+_LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOGGER = logging.getLogger("megabatch")
+
+
+class Row(NamedTuple):
+    """Of a batch: its place in the stream of samples, the number of the pass, and that of the sample."""
+
+    position: int
+    number: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows to prepare. `planned` is how many the rank's part of the step has in all; `last` of those it is."""
+
+    step: int
+    planned: int
+    last: bool
+    rows: list[Row]
+    lost: tuple[Lost, ...] = ()
+
+    def without(self, row: Row, name: str, reason: str) -> "Request":
+        lost = Lost(row.position, row.sample, name, reason)
+        return replace(self, rows=[each for each in self.rows if each != row], lost=(*self.lost, lost))
+
+
+class InProcess:
+    """A worker that is this process. `pending` are the requests that it was sent, and has not answered."""
+
+    def __init__(self, source: Source, prepare: Prepare) -> None:
+        self.source, self.prepare = source, prepare
+        self.pending: deque[Request] = deque()
+
+    def send(self, request: Request) -> None:
+        self.pending.append(request)
+
+    def receive(self) -> tuple[Request, Piece]:
+        """The oldest request, and what it asked for."""
+        request = self.pending.popleft()
+        return request, self.prepare(self.source, *_passes_and_samples(request))
+
+    def end(self) -> None:
+        pass
+
+
+class WorkerDied(Exception):
+    """`worker.restart()` goes on without the sample."""
+
+    def __init__(self, worker: "Worker") -> None:
+        super().__init__(worker)
+        self.worker = worker
+
+
+class Worker(InProcess):
+    """A process of its own. It leaves signals to the trainer: they are sent to all processes of a run."""
+
+    def __init__(self, source: Source, prepare: Prepare) -> None:
+        super().__init__(source, prepare)
+        self._deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        # A fork copies no source, however large its index. It is safe where threads are as few as on Linux.
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._position = context.RawValue("q", -1)
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._position, self.source, self.prepare)
+        self._process = context.Process(target=_work, args=arguments, daemon=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._end = Finalize(None, _end, (self._process,), exitpriority=1)
+
+    def end(self) -> None:
+        self._end()
+
+    def send(self, request: Request) -> None:
+        super().send(request)
+        self._pipe.send(request)
+
+    def receive(self) -> tuple[Request, Piece]:
+        """Raises WorkerDied, after whose restart it can be called again, and what the preparation raised."""
+        patience = SLOW_SECONDS
+        while not self._pipe.poll(patience):  # which a dead process ends, too
+            said = (self._process.pid, patience, self._at()[1])
+            _LOGGER.warning("data: worker %d is alive and slow: %.0f s without an answer, at %s", *said)
+            patience *= 2
+        try:
+            piece = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(5)
+            if self._process.is_alive():
+                raise
+            raise WorkerDied(self) from None
+        if not isinstance(piece, Piece):
+            error, trace = piece
+            raise error from RuntimeError(f"in a data worker:\n{trace}")
+        self._deaths = 0
+        return self.pending.popleft(), piece
+
+    def _at(self) -> tuple[Row | None, str]:
+        """What the process is at, or was at when it died."""
+        rows = (row for request in self.pending for row in request.rows if row.position == self._position.value)
+        row = next(rows, None)
+        return row, "no sample" if row is None else self.source.name(row.sample)
+
+    def restart(self) -> None:
+        """After its death: another process, for what is left to do."""
+        code, (row, name) = self._process.exitcode, self._at()
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        _LOGGER.warning("data: worker %d was %s at %s; restarted", self._process.pid, cause, name)
+        self._deaths += 1
+        if self._deaths > (2 if row is None else _MOST_DEATHS):
+            raise RuntimeError(
+                f"data: workers must live, but {self._deaths} in a row were {cause} over the same piece of a batch, "
+                f"the last at {name}. Is there enough memory (SIGKILL), and shared memory (SIGBUS: /dev/shm)? Lower "
+                "--workers."
+            )
+        pending, self.pending = self.pending, deque()
+        self._pipe.close()
+        self._start()
+        for request in pending:
+            if row is not None and row in request.rows:
+                request = request.without(row, name, f"its worker was {cause}")
+            self.send(request)
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
+
+
+def _passes_and_samples(request: Request) -> tuple[list[int], list[int]]:
+    return [row.number for row in request.rows], [row.sample for row in request.rows]
+
+
+def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> None:
+    """Until the trainer ends it, or is no more."""
+    torch.set_num_threads(1)
+    trainer = os.getppid()
+    while os.getppid() == trainer:
+        if not pipe.poll(5):
+            continue
+        request = pipe.recv()
+        try:
+            piece = prepare(source, _passes_and_samples(request)[0], _noting(request, position))
+        except Exception as error:
+            pipe.send((error, traceback.format_exc()))
+        else:
+            pipe.send(piece)
+
+
+def _noting(request: Request, position: Any) -> Iterator[int]:
+    """The samples, one after the other; `position` is that of the one in work."""
+    for row in request.rows:
+        position.value = row.position
+        yield row.sample
+    position.value = -1
