@@ -101,13 +101,15 @@ def commands(text: str) -> list[Typed]:
 
 
 def read_command(line: str) -> Typed | None:
-    """`megabatch …`, or `-m megabatch…` of python and torchrun."""
+    """`megabatch …`, also of srun, or `-m megabatch…` of python and torchrun."""
     try:
         words = shlex.split(line)
     except ValueError:  # an apostrophe: no shell would take it
         return None
     while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
         words.pop(0)
+    if words[:1] == ["srun"]:
+        words = words[words.index("megabatch") :]
     if not words or words[0] not in ("megabatch", "python", "torchrun", ".venv/bin/python"):
         return None
     module, rest = words[0], words[1:]
@@ -353,6 +355,7 @@ SMALLER = {
 NOT_RUN = {
     "torchrun": "several GPUs",
     ".venv/bin/torchrun": "several GPUs",
+    "srun": "a cluster",
     "megabatch bench step --model ViT-B-32": "minutes on a GPU",
     "megabatch export": "a model of open_clip or Hugging Face; tests/test_train_load.py",
     "python -m tools.kernels": "minutes to hours of compiling, --tune a GPU; tests/test_kernels.py compiles parts",
@@ -364,7 +367,7 @@ NOT_RUN = {
     "python -m pytest": "runs tests",
     ".venv/bin/python -m pytest": "runs tests",
 }
-PROGRAMS = ("megabatch", "python", ".venv/bin/python", ".venv/bin/torchrun", "torchrun", "make", "pip", "git")
+PROGRAMS = ("megabatch", "python", ".venv/bin/python", ".venv/bin/torchrun", "torchrun", "srun", "make", "pip", "git")
 MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "bench", "plan")}
 FIRST_RUN = "--epochs 10 --name first"  # the run that other commands evaluate, export and resume
 

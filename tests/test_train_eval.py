@@ -288,7 +288,7 @@ def test_bad_samples_are_counted(run, tmp_path):
         (["--checkpoint", "RUN", "--config", "NO_DATA"], "--val-data or --zeroshot-data must be given"),
         (["--checkpoint", "nowhere.pt"], r"must be a file, or a run's folder with checkpoints, got nowhere.pt"),
         (["--checkpoint", "RUN", "--batch-size", "8"], "--global-batch-size"),
-        (["--checkpoint", "RUN", "--model", "small"], "checkpoint: must fit --model: "),
+        (["--checkpoint", "RUN", "--model", "small"], "must fit --model small, got RuntimeError: "),
         (["--checkpoint", "EMPTY"], "a run's folder with checkpoints"),
     ],
 )

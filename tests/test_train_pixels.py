@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.train import checkpoint, loading
-from megabatch.train.config import Model, from_mapping
+from megabatch.train.config import Model
 from megabatch.train.data.images import decode
 from megabatch.train.data.prepare import Prepare
 from megabatch.train.data.source import Sample
@@ -234,8 +234,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_checkpoint_knows_the_pixels_of_its_tag(run: Path) -> None:
-    state = checkpoint.load(loading.find_checkpoint(run))
-    towers = loading.restored_towers(from_mapping(state["megabatch"]["config"]), state)
+    path = loading.find_checkpoint(run)
+    state = checkpoint.load(path)
+    towers = loading.restored_towers(loading.config_of(path, state), path, state)
     expected = Preprocessing(32, **OTHER)
     assert towers.preprocessing == expected
     assert make_towers(Model("megabatch-pixels"), loss="clip").preprocessing != expected

@@ -18,7 +18,7 @@ import yaml
 from torch.nn.functional import dropout
 
 from megabatch import cli
-from megabatch.train import checkpoint, evaluate, loop
+from megabatch.train import checkpoint, evaluate, loop, signals
 from megabatch.train.data.order import Order
 from megabatch.train.data.tables import Table
 from megabatch.train.report import Report, read_metrics
@@ -140,8 +140,8 @@ def run_until_killed(words: list[str], where: str, count: int) -> None:
     [
         ("half way through a checkpoint", 1),
         ("half way through a checkpoint", 2),
-        ("before a checkpoint has its name", 4),
-        ("after a checkpoint has its name", 3),
+        ("before a checkpoint has its name", 5),
+        ("after a checkpoint has its name", 4),
         ("in the backward", 6),
         ("after a line of metrics", 5),
         ("in an evaluation", 2),
@@ -160,8 +160,8 @@ def test_the_best_has_its_name_before_the_run_may_be_killed(shapes, tmp_path):
     """With a learning rate of 0 the first evaluation stays the best."""
     words = words_for(shapes, tmp_path, "--lr", "0")
     killed = new_process(
-        run_until_killed, words, "after a checkpoint has its name", 3
-    )  # params, step 2, and one of step 4
+        run_until_killed, words, "after a checkpoint has its name", 4
+    )  # data, params, step 2, and one of step 4
     killed.join(PATIENCE)
     assert killed.exitcode == -signal.SIGKILL
     assert cli.main([*words, "--resume", "latest"]) == 0
@@ -276,7 +276,7 @@ def leave_before_the_evaluation(words: list[str]) -> None:
 def test_an_evaluation_that_a_signal_left_out_is_made_up_for(shapes, uninterrupted, tmp_path):
     asked = new_process(leave_before_the_evaluation, words_for(shapes, tmp_path))
     asked.join(PATIENCE)
-    assert asked.exitcode == 143
+    assert asked.exitcode == 75
     assert len(evaluations(tmp_path / "run")) == 1
     assert cli.main(words_for(shapes, tmp_path, "--resume", "latest")) == 0
     assert_same_run(tmp_path / "run", uninterrupted)
@@ -298,13 +298,13 @@ def asked_on_ranks(rank, group, folder, words):
 
 def test_ranks_that_are_asked_twice_save_and_leave(shapes, tmp_path):
     words = words_for(shapes, tmp_path, "--save-steps", "100", "--val-steps", "100")
-    assert run_apart(2, asked_on_ranks, tmp_path, words) == [143, 143]
+    assert run_apart(2, asked_on_ranks, tmp_path, words) == [75, 75]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004.pt"]
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(monkeypatch):
-    monkeypatch.setattr(loop, "ONE_REQUEST_SECONDS", 0.2)
-    with loop.leaving_when_asked() as asked:
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.2)
+    with signals.leaving_when_asked() as asked:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # handed on by torchrun
         assert asked == [signal.SIGINT] * 2
@@ -409,18 +409,20 @@ def test_every_rank_s_lost_samples_are_in_one_list(shapes, tmp_path):
     assert steps(tmp_path / "run")[-1]["train/samples"] == 5 * 16 - 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_run_that_is_asked_to_leave_saves_and_leaves(shapes, tmp_path, number, code):
     flags = ["--steps", "400", "--save-steps", "400", "--val-steps", "400", "--workers", "1"]
     words = words_for(shapes, tmp_path, *flags)
-    process = subprocess.Popen([sys.executable, "-m", "megabatch", *words], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megabatch", *words], stderr=subprocess.DEVNULL, start_new_session=True
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + PATIENCE
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
-    os.kill(process.pid, number)
+    os.killpg(process.pid, number)  # as schedulers and terminals do: its workers get it too
     assert process.wait(PATIENCE) == code
     done = len(steps(tmp_path / "run"))
     saved = list((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
@@ -459,7 +461,7 @@ def test_a_checkpoint_of_another_model_is_refused(shapes, uninterrupted, tmp_pat
     path = str(uninterrupted / "checkpoints" / "best.pt")
     with pytest.raises(SystemExit):
         cli.main(["train", "--logs", str(tmp_path), "--name", "other", "--resume", path, "--model", "small"])
-    assert "must train what it trained, got another number of parameters" in capsys.readouterr().err
+    assert "must fit --model small, got ValueError: another number of parameters" in capsys.readouterr().err
 
 
 def test_a_run_that_is_done_is_left_as_it_is(shapes, uninterrupted):

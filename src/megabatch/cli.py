@@ -28,6 +28,7 @@ EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qt
 EXTRAS |= {"matplotlib": "bench", "triton": "triton"}
 # How near a flag must be to what was typed to be suggested.
 NEAR = 0.7
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -43,9 +44,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser("megabatch", description="Contrastive learning at any batch size.")
-    parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
-    return _choose(parser, COMMANDS, words)
+    try:
+        parser = argparse.ArgumentParser("megabatch", description="Contrastive learning at any batch size.")
+        parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
+        return _choose(parser, COMMANDS, words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _choose(parser: argparse.ArgumentParser, commands: Mapping[str, tuple[str, str]], words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What is kept of a run, so that it goes on to the bit after any death.
+"""What is kept of a run, so that it resumes bit-exactly after a kill.
 
 A checkpoint is written under another name, brought to the disk, and then renamed: under its own name it is whole or not
 there. It holds tensors and plain values alone, and is read without unpickling anything else. Its keys are OpenCLIP's.
@@ -7,8 +7,9 @@ there. It holds tensors and plain values alone, and is read without unpickling a
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,10 @@ State = dict[str, Any]
 
 _WHOLE = re.compile(r"step_(\d+)\.pt")
 _UNFINISHED = ".unfinished"
+
+
+class WriteFailed(OSError):
+    """A file could not be written: the disk is full, for instance. What was there before is there still."""
 
 
 class Checkpoints:
@@ -42,17 +47,19 @@ class Checkpoints:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{state['global_step']:08d}.pt"
-        unfinished = _unfinished(path)
-        _write_to_disk(unfinished, lambda file: torch.save(state, file))
-        if is_best:
-            _name_as_well(unfinished, self.folder / "best.pt")
-        if for_open_clip:
-            _name_as_well(unfinished, self.folder / "epoch_latest.pt")
-        _rename(unfinished, path)
+        with _writing(path) as unfinished:
+            _write_to_disk(unfinished, lambda file: torch.save(state, file))
+            names = ["best.pt"] * is_best + ["epoch_latest.pt"] * for_open_clip
+            for name in names:
+                _name_as_well(unfinished, self.folder / name)
         if self.keep:
             for old in list(self)[: -self.keep]:
                 old.unlink()
         return path
+
+    def set_aside(self, damaged: Path) -> None:
+        """A file that is no checkpoint must not count as one that is kept."""
+        os.replace(damaged, damaged.with_name(damaged.name + ".damaged"))
 
     def clear_unfinished(self) -> None:
         """What a killed run was writing."""
@@ -61,17 +68,21 @@ class Checkpoints:
 
 
 def load(path: Path) -> State:
-    """Raises ValueError where the file is not a checkpoint of ours."""
+    """Checked by the sums that are in the file. Tensors are read when they are used, once for all ranks of a machine.
+
+    Raises ValueError where the file is not a checkpoint of ours, or no longer what was written.
+    """
+    if not path.is_file():
+        raise ValueError(f"checkpoint: there must be a file {path}, got none. Look in the run's checkpoints folder.")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(
-            f"checkpoint: there must be a file {path}, got none. Look in the run's checkpoints folder."
-        ) from None
+        _check_sums(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
     except Exception as error:
         raise ValueError(
-            f"checkpoint: {path} must be a file that megabatch wrote, got one that does not load "
-            f"({type(error).__name__}). Take another of the run's checkpoints."
+            f"checkpoint: {path} must be a file that megabatch wrote, got one that is damaged or another's "
+            f"({type(error).__name__}). Take another checkpoint; train --resume latest takes the newest whole one."
         ) from error
     if not isinstance(state, dict) or "megabatch" not in state:
         raise ValueError(
@@ -81,14 +92,43 @@ def load(path: Path) -> State:
     return state
 
 
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """For what is made of a checkpoint, which may be another's or malformed."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint: {path} must fit {what}, got {type(error).__name__}: {error}") from error
+
+
+def _check_sums(path: Path) -> None:
+    """torch.save writes a CRC-32 of every tensor, and torch.load does not look at them."""
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise zipfile.BadZipFile("it is compressed")
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{damaged} is damaged")
+
+
 def atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """The file at `path` is the old one or the new one, whenever the machine stops."""
-    _write_to_disk(_unfinished(path), write)
-    _rename(_unfinished(path), path)
+    with _writing(path) as unfinished:
+        _write_to_disk(unfinished, write)
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + _UNFINISHED)
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Another name to write under, which becomes `path`. If anything fails, it is removed."""
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+        _sync(path.parent)
+    except BaseException as error:
+        unfinished.unlink(missing_ok=True)
+        if (cause := _os_error(error)) is None:
+            raise
+        raise WriteFailed(cause.errno, cause.strerror, str(path)) from error
 
 
 def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -98,20 +138,20 @@ def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(file.fileno())
 
 
+def _os_error(error: BaseException | None) -> OSError | None:
+    """What is behind an error: torch.save says of a full disk that a position is unexpected."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
 def _name_as_well(path: Path, name: Path) -> None:
-    second = _unfinished(name)
-    with suppress(FileNotFoundError):
-        second.unlink()
-    try:
-        os.link(path, second)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, second)
-    _rename(second, name)
-
-
-def _rename(path: Path, name: Path) -> None:
-    os.replace(path, name)
-    _sync(name.parent)
+    with _writing(name) as second:
+        second.unlink(missing_ok=True)
+        try:
+            os.link(path, second)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, second)
 
 
 def _sync(folder: Path) -> None:

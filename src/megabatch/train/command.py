@@ -1,7 +1,9 @@
 """`megabatch train`."""
 
 import argparse
+import json
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ import torch
 from ..distributed.world import World, joined
 from . import checkpoint
 from .checkpoint import Checkpoints
-from .config import Config, from_mapping, to_yaml
+from .config import Config, Run, absolute, to_yaml
 from .evaluate import NoSamples
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
+from .loading import config_of
 from .loop import Diverged, Trainer
-from .report import Report, holding_log
+from .report import LOGGER, Report, holding_log
+from .run_folder import check_name, locked
+from .signals import exit_code, leaving_at_once
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
 
@@ -27,29 +32,31 @@ A run is a folder, --logs-dir/--name: params.yaml, out.log, metrics.jsonl, check
 --resume latest, and keeps its settings but for the flags that you give. (torchrun takes --logs for its own flag.)
 """
 
-DIVERGED = 1
-SIGNALLED = 128  # and the signal's number, as shells have it
+FAILED = 1
 
+Resume = tuple[Path, checkpoint.State]
 add_arguments = add_flags
 
 
 def main(options: argparse.Namespace) -> int:
-    with usage_errors("train"):
-        config = _read(given_flags(options))
-        device = device_of(config)
-    with joined(device, control_group=False) as world:
+    with leaving_at_once(), ExitStack() as stack:
         with usage_errors("train"):
+            config, resume = _read(given_flags(options))
+            device = device_of(config)
+        world = stack.enter_context(joined(device, control_group=False))
+        with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
-            config = replace(config, run=replace(config.run, name=folder.name))
-            resume = _checkpoint_to_resume(config, folder)
-            world.wait()  # before rank 0 makes the folder that others look for
+            stack.enter_context(locked(folder, world, waits=config.run.resume is not None))
+            resume = _checkpoint_to_resume(config.run, folder, world, resume)
             # A checkpoint says itself where it comes from: who takes these settings elsewhere starts anew.
-            config = replace(config, run=replace(config.run, resume=None))
-            with holding_log() as held:
-                trainer = Trainer(config, world, folder, resume)
+            run = replace(config.run, name=folder.name, resume=None)
+            trainer = Trainer(replace(config, run=run), world, folder, resume)
+            del resume
+            config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                Checkpoints(folder / "checkpoints", config.run.keep).clear_unfinished()
+                Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
+                data = json.dumps(trainer.data, indent=1).encode()
+                checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
         with _report(trainer, folder, world) as report:
             report.say(f"{folder}\n{to_yaml(config)}")
@@ -58,8 +65,11 @@ def main(options: argparse.Namespace) -> int:
                 number = trainer.run(report)
             except (Diverged, NoSamples) as error:
                 report.warn(str(error))
-                return DIVERGED
-    return SIGNALLED + number if number else 0
+                return FAILED
+            except checkpoint.WriteFailed as error:
+                report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
+                return FAILED
+    return exit_code(number)
 
 
 def device_of(config: Config) -> str:
@@ -73,11 +83,13 @@ def device_of(config: Config) -> str:
     return name
 
 
-def _read(given: dict[str, Any]) -> Config:
-    """A run that goes on has the settings it had, but for what is given."""
+def _read(given: dict[str, Any]) -> tuple[Config, Resume | None]:
+    """A run that goes on has the settings it had, but for what is given. A checkpoint that is named comes too."""
     asked = {**(read_yaml(given["config"]) if "config" in given else {}), **given}
     resume, name, logs = asked.get("resume"), asked.get("name"), asked.get("logs", Config().run.logs)
-    base = None
+    base = found = None
+    if name is not None:
+        check_name(name)
     if resume == "latest":
         if name is None:
             raise ValueError("--resume latest must come with --name, got none. Name the run that is to go on.")
@@ -90,11 +102,14 @@ def _read(given: dict[str, Any]) -> Config:
                 "--train-data to begin it."
             )
     elif resume is not None:
-        base = from_mapping(checkpoint.load(Path(resume))["megabatch"]["config"])
+        found = Path(resume).resolve(), checkpoint.load(Path(resume))
+        base = config_of(*found)
         if name is None:
-            logs, name = _run_of(Path(resume).resolve())
+            logs, name = _run_of(found[0])
     config = read_config(given, base=base)
-    return replace(config, run=replace(config.run, logs=logs, name=name, resume=resume))
+    allowed = asked.get("allow_changed_data", False)  # now, not when the run began
+    run = replace(config.run, logs=logs, name=name, resume=resume, allow_changed_data=allowed)
+    return absolute(replace(config, run=run)), found
 
 
 def _run_of(path: Path) -> tuple[str, str]:
@@ -111,26 +126,50 @@ def _name_of(config: Config) -> str:
     return f"{time.strftime('%Y_%m_%d-%H_%M_%S')}-{settings}"
 
 
-def _checkpoint_to_resume(config: Config, folder: Path) -> Path | None:
-    resume, checkpoints = config.run.resume, Checkpoints(folder / "checkpoints", config.run.keep)
-    if resume == "latest":
-        return checkpoints.latest()
-    path = None if resume is None else Path(resume).resolve()
-    is_own = path is not None and path.parent == checkpoints.folder.resolve()
-    if not is_own:
+def _checkpoint_to_resume(run: Run, folder: Path, world: World, named: Resume | None) -> Resume | None:
+    checkpoints = Checkpoints(folder / "checkpoints", run.keep)
+    if run.resume == "latest":
+        return _latest(checkpoints, world)
+    if named is None or named[0].parent != checkpoints.folder.resolve():
         if (folder / "params.yaml").exists():
             raise ValueError(
                 f"--name must be that of a new run, got {folder.name}, which is in {folder.parent}. Take another, or "
                 "--resume latest."
             )
-        return path
+        return named
     latest = checkpoints.latest()
-    if path is not None and latest is not None and not path.samefile(latest):
+    if latest is not None and not named[0].samefile(latest):
         raise ValueError(
-            f"--resume must be the latest checkpoint of a run that goes on, {latest.name}, got {path.name}. Give a new "
-            "--name to begin another run from it."
+            f"--resume must be the latest checkpoint of a run that goes on, {latest.name}, got {named[0].name}. Give a "
+            "new --name to begin another run from it."
         )
-    return path
+    return named
+
+
+def _latest(checkpoints: Checkpoints, world: World) -> Resume | None:
+    """The newest checkpoint that is whole on all ranks; each reads it once. Newer ones are set aside."""
+    damaged: dict[Path, str] = {}
+    for path in world.gather(list(checkpoints)[::-1])[0]:
+        state, problem = None, None
+        try:
+            state = checkpoint.load(path)
+        except ValueError as error:
+            problem = str(error)
+        problems = [each for each in world.gather(problem) if each is not None]
+        if state is None or problems:
+            damaged[path] = problems[0]
+            continue
+        for newer, reason in damaged.items():
+            LOGGER.warning(f"{reason} It is kept as {newer.name}.damaged.")
+            if world.rank == 0:
+                checkpoints.set_aside(newer)
+        return path, state
+    if damaged:
+        raise ValueError(
+            f"--resume latest must find a whole checkpoint in {checkpoints.folder}, got damaged ones: "
+            f"{', '.join(path.name for path in damaged)}. Begin again with a new --name."
+        )
+    return None
 
 
 def _report(trainer: Trainer, folder: Path, world: World) -> Report:

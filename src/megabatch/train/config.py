@@ -5,9 +5,11 @@ saved runs are read by it, and refused by it.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 
@@ -157,6 +159,7 @@ class Run:
     logs: str = _option("./logs", "folder that holds all runs", alias="--logs-dir")
     name: str | None = _option(None, "name of this run's folder (default: time and settings)")
     resume: str | None = _option(None, "latest, or a checkpoint file")
+    allow_changed_data: bool = _option(False, "resume although the data has changed; otherwise that is an error")
     save_frequency: int = _option(1, "save every N epochs; 0: only at the end", at_least=0)
     save_steps: int | None = _option(None, "save every N steps, instead of --save-frequency", at_least=1)
     keep: int = _option(3, "number of checkpoints to keep besides the best; 0: all", at_least=0)
@@ -287,6 +290,27 @@ def from_mapping(sections: Mapping[str, Mapping[str, Any]]) -> Config:
         }
         read[section] = SECTIONS[section](**checked)
     return Config(**read)
+
+
+_PATHS = ("train_data", "val_data", "zeroshot_data", "classnames", "templates", "feature_cache", "logs")
+_NO_PATHS = {None, "icons", "imagenet", "simple", "tiny", "small"}
+
+
+def absolute(config: Config) -> Config:
+    """The same, wherever it is read from: paths are absolute. --model and --pretrained are paths where there is one."""
+    for name in (*_PATHS, "model", "pretrained"):
+        section = OPTIONS[name].section
+        values = getattr(config, section)
+        value = getattr(values, name)
+        if value not in _NO_PATHS and (name in _PATHS or Path(value).exists()):
+            paths = "::".join(map(_absolute, value.split("::")))
+            config = replace(config, **{section: replace(values, **{name: paths})})
+    return config
+
+
+def _absolute(path: str) -> str:
+    """Not of a URL, nor of braces that have absolute paths in them."""
+    return path if not path or re.match(r"\w{2,}:|\{/", path) else str(Path.cwd() / path)
 
 
 def to_yaml(config: Config) -> str:

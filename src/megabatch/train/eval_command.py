@@ -8,13 +8,13 @@ from pathlib import Path
 from ..distributed.world import joined
 from . import checkpoint
 from .command import device_of
-from .config import Config, Optimization, Run, from_mapping
+from .config import Config, Optimization, Run
 from .data import open_classes, open_held_out
 from .data.labelled import ImageFolder
 from .data.source import Source
 from .evaluate import Figures, evaluate_all
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
-from .loading import find_checkpoint, restored_towers
+from .loading import config_of, find_checkpoint, restored_towers
 from .towers import has_weights, make_towers
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
@@ -53,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with usage_errors("eval"):
-        state = None if options.checkpoint is None else checkpoint.load(find_checkpoint(options.checkpoint))
-        base = None if state is None else from_mapping(state["megabatch"]["config"])
+        path = None if options.checkpoint is None else find_checkpoint(options.checkpoint)
+        state = None if path is None else checkpoint.load(path)
+        base = None if path is None or state is None else config_of(path, state)
         config = read_config(given_flags(options), base=base, training=False)
         if state is None and not has_weights(config.model):
             raise ValueError(
@@ -66,9 +67,10 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
-            towers = (
-                make_towers(config.model, loss=config.loss.loss) if state is None else restored_towers(config, state)
-            )
+            if path is None or state is None:
+                towers = make_towers(config.model, loss=config.loss.loss)
+            else:
+                towers = restored_towers(config, path, state)
             held_out, classes = open_held_out(config), open_classes(config)
             if state is not None:
                 _refuse_untrained_images(state, config, held_out, classes)
@@ -82,7 +84,7 @@ def _refuse_untrained_images(
     state: checkpoint.State, config: Config, held_out: Source | None, classes: ImageFolder | None
 ) -> None:
     asks_for_images = classes is not None or (held_out is not None and not held_out.texts_only)
-    if state["megabatch"]["texts_only"] and asks_for_images and not has_weights(config.model):
+    if state["megabatch"].get("texts_only") and asks_for_images and not has_weights(config.model):
         raise ValueError(
             "--checkpoint must be of a run with images for --val-data or --zeroshot-data with images, got one that was "
             "trained on texts alone: its image tower is as random as at the start."

@@ -155,94 +155,55 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     import yaml
 
+    def fields(node: Any, what: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(node, yaml.MappingNode):
+            refuse(node, f"{what} must be made of keys and values, got {_shown(node)}.")
+        seen: set[str] = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                refuse(key, "a key must be a word.")
+            name = key.value
+            if name in seen or name in values:
+                refuse(key, f"{name} is there twice. Keep one.")
+            seen.add(name)
+            if name in SECTIONS and (isinstance(value, yaml.MappingNode) or name not in OPTIONS):
+                yield from () if value.tag == _NULL else fields(value, name)
+            else:
+                yield name, value
+
+    def refuse(node: Any, why: str) -> NoReturn:
+        raise ValueError(f"{path}, line {node.start_mark.line + 1}: {why}")
+
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config must be YAML, got {path}: {error}") from None
     except OSError as error:
         raise ValueError(f"--config must be a file that can be read, got {path}: {error.strerror}.") from None
-    file = _File(str(path))
-    if root is not None and not _is_null(root):
-        file.read(root)
-    return file.values
-
-
-class _File:
-    """What was found in a YAML file, node by node."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-
-    def read(self, root: Any) -> None:
-        import yaml
-
-        for key, node in self._pairs(root, "the file"):
-            is_mapping, is_empty = isinstance(node, yaml.MappingNode), _is_null(node)
-            if key in SECTIONS and (is_mapping or (is_empty and key not in OPTIONS)):
-                for name, value in [] if is_empty else self._pairs(node, key):
-                    self._field(name, value, section=key)
-            elif key in SECTIONS and key not in OPTIONS:
-                self._refuse(node, f"{key} must be a section with keys of its own, got {_shown(node)}.")
-            else:
-                self._field(key, node)
-
-    def _field(self, name: str, node: Any, section: str | None = None) -> None:
-        import yaml
-
+    values: dict[str, Any] = {}
+    for name, node in () if root is None or root.tag == _NULL else fields(root, "the file"):
         if advice := REFUSED.get("--" + name.replace("_", "-")):
-            self._refuse(node, f"{name} is not a key here. {advice}")
-        known = {each: option for each, option in OPTIONS.items() if section in (None, option.section)}
-        if name in OPTIONS and name not in known:
-            self._refuse(node, f"{name} must be in section {OPTIONS[name].section}, got it in {section}. Move it.")
-        if name not in known:
-            close = nearest(name, {**OPTIONS, **SECTIONS} if section is None else OPTIONS)
-            if section is not None:
-                name = f"{section}.{name}"
-                close += "" if close in known else f", in section {OPTIONS[close].section},"
-            self._refuse(node, f"{name} is not known. Perhaps {close} is meant.")
-        if name in self.values:
-            self._refuse(node, f"{name} is there twice. Keep one.")
-        option = known[name]
+            refuse(node, f"{name} is not a key here. {advice}")
+        if name not in OPTIONS:
+            refuse(node, f"{name} is not known. Perhaps {nearest(name, {**OPTIONS, **SECTIONS})} is meant.")
+        option = OPTIONS[name]
+        if node.tag not in _PLAIN:
+            refuse(node, f"{name} must be {option.rule}, got {_shown(node)}.")
         try:
-            if _is_null(node):
-                self.values[name] = option.checked(None)
-            elif isinstance(node, yaml.ScalarNode) and node.tag in _PLAIN:
-                self.values[name] = option.parse(node.value)
-            else:
-                raise ValueError(f"must be {option.rule}, got {_shown(node)}.")
+            values[name] = option.checked(None) if node.tag == _NULL else option.parse(node.value)
         except (TypeError, ValueError) as error:
-            self._refuse(node, f"{name} {error}")
-
-    def _pairs(self, node: Any, what: str) -> Iterator[tuple[str, Any]]:
-        import yaml
-
-        if not isinstance(node, yaml.MappingNode):
-            self._refuse(node, f"{what} must be made of keys and values, got {_shown(node)}.")
-        seen: set[str] = set()
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self._refuse(key, "a key must be a word.")
-            if key.value in seen:
-                self._refuse(key, f"{key.value} is there twice. Keep one.")
-            seen.add(key.value)
-            yield key.value, value
-
-    def _refuse(self, node: Any, why: str) -> NoReturn:
-        raise ValueError(f"{self.path}, line {node.start_mark.line + 1}: {why}")
+            refuse(node, f"{name} {error}")
+    return values
 
 
-_PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "str", "int", "float", "bool", "timestamp", "value")}
-_COLLECTIONS = {"tag:yaml.org,2002:seq": "a list", "tag:yaml.org,2002:map": "keys and values"}
-
-
-def _is_null(node: Any) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
+_NULL = "tag:yaml.org,2002:null"
+_PLAIN = {_NULL, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp", "value"))}
 
 
 def _shown(node: Any) -> str:
     """A node in words."""
-    return repr(node.value) if node.tag in _PLAIN else _COLLECTIONS.get(node.tag, f"a tag {node.tag}")
+    collections = {"tag:yaml.org,2002:seq": "a list", "tag:yaml.org,2002:map": "keys and values"}
+    return repr(node.value) if node.tag in _PLAIN else collections.get(node.tag, f"a tag {node.tag}")
 
 
 # ---- mistakes

@@ -14,8 +14,14 @@ from .towers import Towers, make_towers
 
 def load_towers(path: Path, device: torch.device) -> Towers:
     """See `megabatch.load`."""
-    state = checkpoint.load(find_checkpoint(path))
-    return restored_towers(from_mapping(state["megabatch"]["config"]), state).to(device).eval()
+    path = find_checkpoint(path)
+    state = checkpoint.load(path)
+    return restored_towers(config_of(path, state), path, state).to(device).eval()
+
+
+def config_of(path: Path, state: checkpoint.State) -> Config:
+    with checkpoint.reading(path, "this version"):
+        return from_mapping(state["megabatch"]["config"])
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -31,11 +37,12 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def restored_towers(config: Config, state: checkpoint.State) -> Towers:
+def restored_towers(config: Config, path: Path, state: checkpoint.State) -> Towers:
     """The towers that a configuration names, with the weights and the preprocessing of a checkpoint."""
     model = replace(config.model, pretrained=None, lock_image=False)  # all weights are in there
     towers = make_towers(model, loss=config.loss.loss)
-    restore(towers, state)
+    with checkpoint.reading(path, f"--model {config.model.model}"):
+        restore(towers, state)
     return towers
 
 
@@ -43,9 +50,6 @@ def restore(towers: Towers, state: checkpoint.State, *, averaged: bool = True) -
     """Weights, where `averaged` their moving average if there is one, and preprocessing. Images have the size that the
     towers take now."""
     weights = state["state_dict_ema"] if averaged and "state_dict_ema" in state else state["state_dict"]
-    try:
-        towers.model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"checkpoint: must fit --model: {error}") from error
+    towers.model.load_state_dict(weights)
     saved = Preprocessing.from_mapping(state["megabatch"]["preprocessing"])
     towers.preprocessing = replace(saved, size=towers.preprocessing.size)

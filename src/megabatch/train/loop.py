@@ -7,11 +7,10 @@ are drawn anew from (seed, step). So a run that died goes on from its last check
 import math
 import signal
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -35,6 +34,7 @@ from .data.source import Source
 from .encoding import make_encoder, make_prepare
 from .evaluate import Figures, evaluate_all
 from .feature_cache import FeatureCache
+from .fingerprint import difference
 from .introduction import introduce
 from .loading import restore
 from .objective import Objective
@@ -48,11 +48,10 @@ from .optimization import (
     stable_seed,
 )
 from .report import Report
+from .signals import leaving_when_asked
 from .skipped import SkipList
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
-
-ONE_REQUEST_SECONDS = 5.0
 
 
 class Diverged(RuntimeError):
@@ -75,7 +74,9 @@ class Progress:
 class Trainer:
     """A run: everything that lives from its first step to its last."""
 
-    def __init__(self, config: Config, world: World, folder: Path, resume: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, folder: Path, resume: tuple[Path, checkpoint.State] | None = None
+    ) -> None:
         self.config, self.world, self.folder = config, world, folder
         torch.manual_seed(config.run.seed)
         self.towers: Towers = make_towers(
@@ -84,6 +85,8 @@ class Trainer:
         self.source: Source = open_train(config)
         self.held_out: Source | None = open_held_out(config)
         self.classes: ImageFolder | None = open_classes(config)
+        sources = {"train": self.source, "val": self.held_out, "zeroshot": self.classes}
+        self.data = {name: source.fingerprint() for name, source in sources.items() if source is not None}
 
         options = config.optimization
         self.steps_per_epoch = max(1, (config.data.train_num_samples or len(self.source)) // options.global_batch_size)
@@ -112,16 +115,17 @@ class Trainer:
         self.report = Report.silent()
         self.skips = SkipList(folder / "skipped.jsonl")
         if resume is not None:
-            self._restore(checkpoint.load(resume), resume)
+            self._restore(*resume)
         self._agree()
 
     def _agree(self) -> None:
         """Ranks that train on different data, or from different weights, would do so without a word."""
         held_out = None if self.held_out is None else len(self.held_out)
         facts = {
-            "settings": to_mapping(self.config),
             "number of samples": len(self.source),
             "number of validation samples": held_out,
+            "fingerprint of the data": stable_seed(repr(self.data)),
+            "settings": to_mapping(self.config),
             "step to go on from": self.progress.step,
         }
         for other, theirs in enumerate(self.world.gather(facts)):
@@ -329,6 +333,7 @@ class Trainer:
                 "preprocessing": asdict(self.towers.preprocessing),
                 "texts_only": self.source.texts_only,
                 "figures": self.figures,
+                "data": self.data,
             },
         }
         if self.scaler.is_enabled():
@@ -339,59 +344,39 @@ class Trainer:
         path = self.checkpoints.write(state, is_best=is_best, for_open_clip=for_open_clip)
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
 
-    def _restore(self, state: checkpoint.State, path: Path) -> None:
-        kept = state["megabatch"]
-        groups = self.optimizer.param_groups
-        saved = state["optimizer"]["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+    def _restore(self, path: Path, state: checkpoint.State) -> None:
+        with checkpoint.reading(path, f"--model {self.config.model.model}"):
+            kept = state["megabatch"]
+            other = None if self.config.run.allow_changed_data else difference(kept["data"], self.data)
+            self._restore_weights(state)
+            self.progress = Progress(**kept["progress"])
+            self.figures = Figures(kept["figures"])
+            self.resumed = (path, kept["ranks"], kept["config"])
+        if other is not None:
             raise ValueError(
-                f"train: --resume {path} must train what it trained, got another number of parameters. Are --model, "
-                "--lock-image and the kind of data those of its run?"
+                f"train: --resume {path} must find the data that it was trained on, got other data: {other}. Put it "
+                "back, or give --allow-changed-data to go on with what there is now."
             )
-        # What is asked for counts, not what was: load_state_dict would put the old settings back.
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        try:
-            restore(self.towers, state, averaged=False)
-            self.optimizer.load_state_dict(state["optimizer"])
-            for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
-                group.update(asked)
-            if self.scaler.is_enabled() and "scaler" in state:
-                self.scaler.load_state_dict(state["scaler"])
-            if self.average is not None:  # from here on, where the run had none
-                restore(cast(Towers, self.average.module), state)
-                self.average.n_averaged.fill_(1)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(f"train: --resume {path} must fit --model {self.config.model.model}: {error}") from error
-        self.progress = Progress(**kept["progress"])
         self.saved = self.progress.step
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
-        self.figures = kept["figures"]
-        self.resumed = (path, kept["ranks"], kept["config"])
 
-
-@contextmanager
-def leaving_when_asked() -> Iterator[list[int]]:
-    """The signals that asked to leave, so far. A second Ctrl-C ends the run at once.
-
-    torchrun hands on to its ranks what they may have got themselves, so one that comes soon after is not a second one;
-    and schedulers repeat SIGTERM, for which there is SIGKILL.
-    """
-    asked: list[int] = []
-    first = -math.inf
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not asked:
-            first = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() > first + ONE_REQUEST_SECONDS:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _restore_weights(self, state: checkpoint.State) -> None:
+        groups, saved = self.optimizer.param_groups, state["optimizer"]["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError("another number of parameters. Are --lock-image and the kind of data those of its run?")
+        # What is asked for counts, not what was: load_state_dict would put the old settings back.
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        restore(self.towers, state, averaged=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(asked)
+        for parameter, values in self.optimizer.state.items():
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                if name != "step" and values[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has another shape than its parameter")
+                values[name] = values[name].clone()  # the checkpoint's own is in its file
+        if self.scaler.is_enabled() and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:  # from here on, where the run had none
+            restore(cast(Towers, self.average.module), state)
+            self.average.n_averaged.fill_(1)

@@ -69,6 +69,6 @@ def is_finite(values: Mapping[str, float]) -> bool:
     return math.isfinite(values["train/loss"]) and math.isfinite(values["train/grad_norm"])
 
 
-def stable_seed(*numbers: int) -> int:
+def stable_seed(*numbers: int | str) -> int:
     """63 bits of all of them, in their order."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "big") >> 1

@@ -12,9 +12,10 @@ time.
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .checkpoint import atomically
+from .checkpoint import WriteFailed, atomically
 
 Recorder = Callable[[int, Mapping[str, float]], None]
 LOGGER = logging.getLogger("megabatch")
@@ -118,7 +119,7 @@ class Report:
             self._metrics = stack.enter_context(path.open("a", encoding="utf-8"))
             terminal = _Lines(console) if live else logging.StreamHandler(console.file)
             terminal.addFilter(lambda record: not getattr(record, "file_only", False))
-            file = logging.FileHandler(folder / "out.log", encoding="utf-8")
+            file = _LogFile(folder / "out.log", encoding="utf-8")
             stack.callback(_open_log(terminal, file))
             if live:
                 self._bar = stack.enter_context(_Bar(console, total_steps, first_step))
@@ -173,8 +174,13 @@ class Report:
         self.close()
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.write(_json(step, values))
-        self._metrics.flush()
+        try:
+            self._metrics.write(_json(step, values))
+            self._metrics.flush()
+        except OSError as error:
+            with suppress(OSError):  # it would try again to write the rest
+                self._metrics.close()
+            raise WriteFailed(error.errno, error.strerror, str(self._metrics.name)) from None
         for record in self._recorders:
             record(step, values)
 
@@ -246,6 +252,18 @@ class _Lines(logging.Handler):
 # ---- in files
 
 
+class _LogFile(logging.FileHandler):
+    """What a full disk does not take is on the terminal still."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+            return
+        with suppress(OSError):  # it would try again to write the rest
+            self.stream.close()
+        self.stream: Any = None  # opened anew for the next line
+
+
 def _open_log(*handlers: logging.Handler) -> Callable[[], None]:
     """The library's logger, with these handlers and no others above it, until the result is called."""
     level, propagate = LOGGER.level, LOGGER.propagate
@@ -304,21 +322,14 @@ def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Record
 @contextmanager
 def holding_log() -> Iterator[list[logging.LogRecord]]:
     """What the library logs meanwhile, shown to nobody yet."""
-    holder = _Holder()
+    records: list[logging.LogRecord] = []
+    holder = logging.Handler()
+    holder.emit = records.append  # type: ignore[assignment, method-assign]
     close = _open_log(holder)
     try:
-        yield holder.records
+        yield records
     finally:
         close()
-
-
-class _Holder(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def _writable(text: str) -> str:

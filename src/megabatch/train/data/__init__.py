@@ -98,6 +98,9 @@ class Limited:
         shards = (replace(shard, stop=min(shard.stop, self._length)) for shard in self._source.shards)
         return [shard for shard in shards if shard.start < shard.stop]
 
+    def fingerprint(self) -> list[str]:
+        return self._source.fingerprint()
+
 
 def _recognised(what: str, kind: str) -> str:
     """The kind of data that a name tells, or else `kind`, unless that is "auto"."""

@@ -19,6 +19,7 @@ import torch
 from PIL import Image, ImageFont, ImageOps
 from torch import Tensor
 
+from ..fingerprint import data_line
 from .source import Sample, Shard
 
 # A picture that is in several fonts has its name from the first of these. Font Awesome and Material Design are there in
@@ -85,6 +86,9 @@ class Icons:
     @property
     def shards(self) -> Sequence[Shard]:
         return [Shard(0, len(self))]
+
+    def fingerprint(self) -> list[str]:
+        return [data_line("icons", len(self), *[(icon.name, icon.caption, icon.pixels) for icon in self._icons])]
 
     def picture(self, index: int, side: int) -> Image.Image:
         """The icon in any size, for people to look at."""

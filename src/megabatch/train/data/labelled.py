@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..fingerprint import data_line
 from ..towers.open_clip import import_open_clip
 from .images import content_key, read_file
 from .source import LARGEST_TEXT, Sample, Shard, check_file, printable
@@ -78,6 +79,9 @@ class ImageFolder:
     @property
     def shards(self) -> Sequence[Shard]:
         return [Shard(0, len(self))]
+
+    def fingerprint(self) -> list[str]:
+        return [data_line("classes", len(self), self.classnames, [path.name for path, _ in self._images])]
 
 
 def _of_imagenet(folders: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..fingerprint import data_line, numbers
 from .source import OpenFiles, Sample, Shard, check_file, lines_of
 
 
@@ -52,6 +53,9 @@ class TextPairs:
     @property
     def shards(self) -> Sequence[Shard]:
         return [Shard(0, len(self))]
+
+    def fingerprint(self) -> list[str]:
+        return [data_line(self._path, len(self), numbers(self._places))]
 
 
 def _parsed(line: bytes, where: str) -> tuple[str, str, list[str]]:

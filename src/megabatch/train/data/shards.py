@@ -18,6 +18,7 @@ import torch
 from braceexpand import braceexpand
 from torch import Tensor
 
+from ..fingerprint import data_line, numbers
 from .images import content_key
 from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, OpenFiles, Sample, Shard, Strings, printable
 from .tars import members
@@ -79,6 +80,10 @@ class Shards:
     @property
     def shards(self) -> Sequence[Shard]:
         return self._shards
+
+    def fingerprint(self) -> list[str]:
+        files = zip(self._paths, self._shards, strict=True)
+        return [data_line(path, at.stop - at.start, numbers(self._places[at.start : at.stop])) for path, at in files]
 
     def _path(self, index: int) -> Path:
         return self._paths[bisect.bisect_right(self._stops, index)]

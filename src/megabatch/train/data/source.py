@@ -88,6 +88,9 @@ class Source(Protocol):
     @property
     def shards(self) -> Sequence[Shard]: ...
 
+    def fingerprint(self) -> list[str]:
+        """What changes when the data does, a `fingerprint.data_line` per file. It must not read the samples."""
+
 
 def printable(text: str) -> str:
     """Names come from files that nobody vouches for: whatever could move a terminal's cursor is escaped."""
@@ -126,6 +129,9 @@ class Strings:
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __bytes__(self) -> bytes:
+        return self._encoded
 
     def __getitem__(self, index: int) -> str:
         start, stop = self._ends[index : index + 2].tolist()
