@@ -1099,6 +1099,22 @@ def test_encoders_on_a_mesh_of_two_dimensions_train_as_one_process(pool: Pool, s
         assert_same(training, expected)
 
 
+class CheckpointedTower(SharedTower):
+    """Whose layers are checkpoints inside of every chunk."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.tower:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return nn.functional.normalize(x, dim=1), self.log_scale.exp()
+
+
+def test_a_sharded_encoder_with_checkpoints_may_be_called_twice(pool: Pool) -> None:
+    """Its checkpoints call modules in a backward, which are no calls without chunks."""
+    expected = one_process(SharedTower, sum(SIZES[2]))
+    for training in pool.run(2, under_fsdp, CheckpointedTower, by_the_shared, SIZES[2], "", {}):
+        assert_same(training, expected)
+
+
 def plain_after_chunked(rank: int, group: Any, spelling: str) -> str:
     with torch_may_warn():
         model = sharded(TwoTowers(), group)

@@ -109,9 +109,11 @@ def chunked(
     state = State(sorted(devices, key=str), modules)
     encode = inner if shards else in_float32(inner, roots)
     selecting = lambda *args, **kwargs: selected(encode(*args, **kwargs), select)  # noqa: E731
-    call = Call(selecting, batch, place, state, parameters)
+    call: Call
     if shards:
         call = ShardedCall(selecting, batch, place, state, parameters, shards, num_chunks - len(batch.sizes))
+    else:
+        call = Call(selecting, batch, place, state, parameters)
     if ddp is not None and torch.is_grad_enabled():
         result = within_forward(ddp, call.forward, is_named)
     else:

@@ -73,12 +73,7 @@ def check_wrapper(encoder: Any, modules: Sequence[nn.Module], module: nn.Module 
             "every forward, and may not have equally many chunks. Use stage 1 or 2, or "
             "torch.distributed.fsdp.fully_shard."
         )
-    if (
-        not torch.is_grad_enabled()
-        or not dist.is_available()
-        or not dist.is_initialized()
-        or dist.get_world_size() == 1
-    ):
+    if not torch.is_grad_enabled() or not has_ranks():
         return
     running = _running()
     reduced = {id(parameter) for wrapper in running for parameter in wrapper.parameters()}
