@@ -210,6 +210,11 @@ def test_a_mask_that_every_chunk_gets_whole_gives_no_lengths() -> None:
         )
 
 
+def test_padding_of_the_last_chunk_is_refused_under_a_budget_of_tokens() -> None:
+    with pytest.raises(ValueError, match=r"chunked: pad_last must be left out with chunk_tokens"):
+        chunked(Watched(), texts_of(4), chunk_tokens=14, pad_last=True)
+
+
 def test_rows_and_tokens_together_are_refused() -> None:
     with pytest.raises(TypeError, match=r"chunked: chunk_size or chunk_tokens must be given, got both\."):
         chunked(Watched(), texts_of(4), chunk_tokens=20, chunk_size=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks
 from .arguments import Argument, Counts, Transform, described, listed, pack
-from .containers import Leaf, Name, flatten, map_tensors, tensors_of
+from .containers import Leaf, Name, flatten, is_array, map_tensors, tensors_of
 
 MASK = "attention_mask"
 
@@ -40,7 +40,7 @@ class Batch:
 
         def is_split_list(leaf: Leaf) -> bool:
             is_list = isinstance(leaf.value, list | tuple)
-            if (is_list or _is_array(leaf.value)) and leaf.names.isdisjoint({*whole, *split}):
+            if (is_list or is_array(leaf.value)) and leaf.names.isdisjoint({*whole, *split}):
                 lists.append(leaf)
             return is_list and not leaf.names.isdisjoint(split)
 
@@ -199,10 +199,6 @@ class Batch:
         if size >= self.pad_to:
             return output
         return map_tensors(lambda x: x[:size] if x.dim() and len(x) == self.pad_to else x, output)
-
-
-def _is_array(value: Any) -> bool:
-    return not isinstance(value, Tensor) and getattr(value, "shape", ()) != ()
 
 
 def _used(mask: Tensor) -> list[int]:

@@ -91,12 +91,12 @@ def chunked(
         names = _positional_names(inner, len(args), given)
         counts = split if isinstance(split, Mapping) else dict.fromkeys(_several(split))
         batch = Batch(args, kwargs, names, _several(whole), counts, transform)
-        _check_sizes(chunk_size, chunk_tokens)
-        if chunk_tokens is not None:
-            batch.cut_by_tokens(chunk_tokens)
-        elif chunk_size is not None:
+        _check_sizes(chunk_size, chunk_tokens, pad_last)
+        if chunk_size is not None:
             pad = is_compiled(inner, modules) if pad_last is None else pad_last
             batch.cut(chunk_size, pad, required=bool(pad_last))
+        elif chunk_tokens is not None:
+            batch.cut_by_tokens(chunk_tokens)
         return batch
 
     batch, num_chunks = agree_on_chunks(plan, shards, modules)
@@ -127,7 +127,7 @@ def _several(names: Name | Sequence[Name]) -> Sequence[Name]:
     return [names] if isinstance(names, str | int) else names
 
 
-def _check_sizes(chunk_size: int | None, chunk_tokens: int | None) -> None:
+def _check_sizes(chunk_size: int | None, chunk_tokens: int | None, pad_last: bool | None) -> None:
     if (chunk_size is None) == (chunk_tokens is None):
         raise TypeError(
             f"chunked: chunk_size or chunk_tokens must be given, got {'neither' if chunk_size is None else 'both'}. "
@@ -135,10 +135,13 @@ def _check_sizes(chunk_size: int | None, chunk_tokens: int | None) -> None:
         )
     name, value = ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
     if isinstance(value, bool) or not isinstance(value, int):
-        unit = "rows" if chunk_tokens is None else "tokens"
-        raise TypeError(f"chunked: {name} must be a whole number of {unit}, got {value!r}. Pass an int.")
+        raise TypeError(f"chunked: {name} must be an int, got {value!r}.")
     if value < 1:
         raise ValueError(f"chunked: {name} must be at least 1, got {value}. Take the largest that fits.")
+    if pad_last and chunk_tokens is not None:
+        raise ValueError(
+            "chunked: pad_last must be left out with chunk_tokens, whose chunks differ in shape, got True."
+        )
 
 
 def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[str]:

@@ -53,10 +53,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return build(iter([function(x.value) if isinstance(x.value, Tensor) else x.value for x in leaves]))
 
 
-def hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object has tensors in its attributes, as a cache of keys and values does."""
-    leaves, _ = flatten(list(getattr(value, "__dict__", {}).values()))
-    return any(isinstance(x.value, Tensor) or (depth > 0 and hides_tensors(x.value, depth - 1)) for x in leaves)
+def is_array(value: Any) -> bool:
+    """Of numpy and the like, not a tensor."""
+    return not isinstance(value, Tensor) and getattr(value, "shape", ()) != ()
 
 
 def entries_of(value: Any) -> dict[Any, Any] | None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .containers import HALVES, Leaf, Name, entries_of, flatten, hides_tensors, with_entries
+from .arguments import described
+from .containers import HALVES, Leaf, Name, entries_of, flatten, is_array, with_entries
 from .state import versions
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, str)  # short in an error
 
 
 def selected(output: Any, select: Name | Sequence[Name] | None) -> Any:
@@ -131,16 +132,13 @@ def _equal_number(path: str, values: Sequence[Tensor], sizes: Sequence[int]) -> 
 
 
 def _equal_object(path: str, values: Sequence[Any]) -> Any:
-    for value in values:
-        if not isinstance(value, (Tensor, *PLAIN)) and hides_tensors(value):
-            raise TypeError(
-                f"chunked: {path} must be a tensor, or a tuple, list, dict or dataclass of them, got a "
-                f"{type(value).__name__} with tensors in it. Leave it out by select."
-            )
-        same_kind = type(value) is type(values[0])
-        if not same_kind or (isinstance(value, PLAIN) and value != values[0] and value == value):
+    first = values[0]
+    for value in values[1:]:
+        comparable = type(value) is type(first) and not is_array(value)
+        if value is not first and not (comparable and value == first):
+            got = " and ".join(repr(x) if isinstance(x, PLAIN) else described(x) for x in (first, value))
             raise ValueError(
                 f"chunked: {path} must be the same for every chunk, because it is not a tensor and cannot be joined, "
-                f"got {values[0]!r} and {value!r}. Leave it out by select."
+                f"got {got}. Leave it out by select."
             )
-    return values[0]
+    return first
