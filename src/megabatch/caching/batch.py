@@ -36,7 +36,7 @@ class Batch:
         split: Mapping[Name, Counts],
         transform: Transform | Mapping[Name, Transform] | None,
     ) -> None:
-        lists: list[Leaf] = []  # and arrays, that nobody has named
+        lists: list[Leaf] = []  # and arrays, which are not named in whole or split
 
         def is_split_list(leaf: Leaf) -> bool:
             is_list = isinstance(leaf.value, list | tuple)
@@ -48,7 +48,7 @@ class Batch:
         names: list[frozenset[Name]] = [frozenset({name, f"args[{i}]", i}) for i, name in enumerate(positional)]
         names += [frozenset({name}) for name in kwargs]
         given = zip((*positional, *kwargs), (*args, *kwargs.values()), names, strict=True)
-        parts = [flatten(value, path, words, is_split_list) for path, value, words in given]
+        parts = [flatten(value, path, known_as, is_split_list) for path, value, known_as in given]
         self._builds, self._num_positional, self._keywords = [build for _, build in parts], len(args), list(kwargs)
         self._arguments = [Argument(*leaf) for leaves, _ in parts for leaf in leaves]
         self._choose(whole, split)

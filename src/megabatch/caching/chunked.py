@@ -145,11 +145,9 @@ def _check_sizes(chunk_size: int | None, chunk_tokens: int | None, pad_last: boo
 
 
 def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[str]:
-    """Those of the encoder's first arguments, once it is sure that no option of ours is one of its keywords."""
+    """The names of the encoder's first arguments. Refuses options of ours that are keywords of the encoder too."""
     if not callable(encoder):
-        raise TypeError(
-            f"chunked: encoder must be callable, got {type(encoder).__name__}. Pass a module or a function."
-        )
+        raise TypeError(f"chunked: encoder must be callable, got {type(encoder).__name__}.")
     target = getattr(encoder, "_orig_mod", encoder)
     bound = set(target.keywords) if isinstance(target, partial) else set()
     try:
@@ -173,8 +171,7 @@ def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Modul
         warn_once(
             "chunked",
             "batch norm",
-            "the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "
-            "the whole batch, so chunks give other results than the batch would. Freeze it (.eval() on these layers), "
-            "replace it by GroupNorm or LayerNorm, or synchronise it over ranks (SyncBatchNorm) to make up for small "
-            "chunks. Running statistics are updated by the forward, once per chunk.",
+            "the encoder has BatchNorm in training mode, whose statistics are those of each chunk, not of the batch. "
+            "Freeze it (.eval() on these layers), replace it by GroupNorm or LayerNorm, or make up for small chunks by "
+            "SyncBatchNorm. Running statistics are updated by the forward, once per chunk.",
         )

@@ -37,7 +37,7 @@ class Shards:
     running = 0
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before somebody imports it
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None: nothing is sharded
         if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
             raise TypeError(
                 "chunked: encoder must not be a FullyShardedDataParallel, whose parameters change place in every "
@@ -75,7 +75,7 @@ class Shards:
             finalize(self, watched.register_forward_pre_hook(note).remove)
 
     def prepare_backward(self, is_last: bool) -> None:
-        """Of a chunk. Until the last, gradients are kept unreduced, and parameters gathered that stay so."""
+        """Until the last chunk, gradients are not reduced, and parameters that are gathered stay so."""
         for module in self._modules:
             module.set_requires_gradient_sync(is_last, recurse=False)
             if not any(map(_is_sharded, _own_parameters(module))):
@@ -117,7 +117,8 @@ class ShardedCall(Call):
         # The backward of a chunk ends in these, which collect the gradients of the inputs.
         self._leaves = {key: x.detach().requires_grad_() for key, x in inputs.items()}
         self.chunks = map_tensors(lambda x: self._leaves.get(id(x), x), self.chunks)
-        self._states, outputs = [], []
+        read = tensors_of(self.chunks)
+        self._versions, self._states, outputs = versions(read), [], []
         with self.shards.encoding():
             for index in range(len(self.chunks)):
                 self._states.append(self.state.now())
@@ -126,10 +127,11 @@ class ShardedCall(Call):
             with torch.no_grad(), self.state.replayed(self.state.now()):
                 for _ in range(self.spare):
                     self.run(0, 0)
+        check_unwritten(read, self._versions)
         tensors = tensors_of(outputs)
         if any(x.requires_grad for x in tensors):
             self.shards.watch()
-            # Parameters are inputs, so that whoever asks autograd for their gradients gets an error.
+            # Parameters are inputs, so that torch.autograd.grad by them is refused.
             trained = [parameter for parameter in self.parameters if parameter.requires_grad]
             apply: Any = Replay.apply
             connected = iter(apply(self, tensors, *inputs.values(), *trained))
@@ -138,6 +140,7 @@ class ShardedCall(Call):
 
     def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs; those of the parameters are written."""
+        check_unwritten(tensors_of(self.chunks), self._versions)
         if self.shards.called_plainly:
             # fully_shard takes a forward in the middle of its own backward for a checkpoint's.
             raise RuntimeError(
@@ -179,7 +182,7 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ShardedCall, outputs: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.versions = call, versions(tensors_of(call.chunks))
+        ctx.call = call
         ctx.set_materialize_grads(False)
         detached = tuple(x.detach() for x in outputs)
         ctx.mark_non_differentiable(*(y for x, y in zip(outputs, detached, strict=True) if not x.requires_grad))
@@ -200,7 +203,6 @@ class Replay(torch.autograd.Function):
                 "chunked: torch.autograd.grad and backward(inputs=...) must not pass through an encoder under "
                 "fully_shard, because its gradients are written, not returned. Call backward()."
             )
-        check_unwritten(tensors_of(ctx.call.chunks), ctx.versions)
         found = ctx.call.backward(upstream)
         return None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found))
 
