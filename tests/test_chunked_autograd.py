@@ -180,6 +180,22 @@ def test_parameters_without_a_gradient_stay_without() -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None] == ["unused.weight", "unused.bias"]
 
 
+def test_after_a_failed_forward_autograd_is_as_it_was() -> None:
+    model, x = mlp()
+    calls: list[int] = []
+
+    def broken(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        raise KeyError(model(x).shape)
+
+    with pytest.raises(KeyError) as caught:  # whose traceback keeps the frames
+        chunked(broken, x, chunk_size=4)
+    weight = torch.ones(3, requires_grad=True)
+    weight.exp().sum().backward()
+    assert len(calls) == 1
+    assert caught.value.args == (torch.Size((4, 5)),)
+
+
 def test_after_a_failed_backward_all_is_as_it_was() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:

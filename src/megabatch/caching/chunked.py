@@ -14,7 +14,6 @@ from ..callers import warn_once
 from .arguments import Counts, Transform
 from .batch import Batch
 from .containers import Name
-from .outputs import selected
 from .replay import Call, in_float32
 from .shards import ShardedCall, Shards, agree_on_chunks
 from .state import State
@@ -106,21 +105,21 @@ def chunked(
     devices = {parameter.device for parameter in parameters}
     place = torch.device(device) if device is not None else next(iter(devices)) if len(devices) == 1 else None
     devices |= batch.devices() | ({place} if place is not None else set())
-    state = State(sorted(devices, key=str), modules)
-    encode = inner if shards else in_float32(inner, roots)
-    selecting = lambda *args, **kwargs: selected(encode(*args, **kwargs), select)  # noqa: E731
-    call: Call
-    if shards:
-        call = ShardedCall(selecting, batch, place, state, parameters, shards, num_chunks - len(batch.sizes))
-    else:
-        call = Call(selecting, batch, place, state, parameters)
-    if ddp is not None and torch.is_grad_enabled():
-        result = within_forward(ddp, call.forward, is_named)
-    else:
+
+    def run() -> Any:
+        state = State(sorted(devices, key=str), modules)
+        encode = inner if shards else in_float32(inner, roots)
+        call: Call
+        if shards:
+            call = ShardedCall(encode, batch, place, state, parameters, select, shards, num_chunks - len(batch.sizes))
+        else:
+            call = Call(encode, batch, place, state, parameters, select)
         result = call.forward()
-    if len(batch.sizes) > 1:
-        _warn_of_batch_norm(modules, state.written())
-    return result
+        if len(batch.sizes) > 1:
+            _warn_of_batch_norm(modules, state.written())
+        return result
+
+    return within_forward(ddp, run, is_named) if ddp is not None and torch.is_grad_enabled() else run()
 
 
 def _several(names: Name | Sequence[Name]) -> Sequence[Name]:

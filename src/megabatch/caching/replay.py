@@ -18,8 +18,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .batch import Batch
-from .containers import HALVES, map_tensors, tensors_of
-from .outputs import Outputs
+from .containers import HALVES, Name, map_tensors, tensors_of
+from .outputs import Outputs, selected
 from .state import State, versions
 from .transfer import Transfer
 from .wrappers import check_checkpoints, has_ranks
@@ -34,6 +34,7 @@ class Call:
     device: torch.device | None
     state: State
     parameters: Sequence[Tensor]
+    select: Name | Sequence[Name] | None
 
     def __post_init__(self) -> None:
         self.chunks = self.batch.chunks()
@@ -52,12 +53,17 @@ class Call:
         """The outputs of a chunk whose activations are formed again in the backward."""
         read = [*tensors_of(self.chunks[index]), *self.parameters]
         state, known, again = self.state.now(), versions(read), False
+        errors: list[Exception] = []
 
         def run() -> Any:
             nonlocal again
             if not again:
                 again = True
-                return self.run(index, index + 1)
+                try:
+                    return self.run(index, index + 1)
+                except Exception as error:  # raised below: torch 2.8 would leave its hooks on all of autograd
+                    errors.append(error)
+                    return None
             check_unwritten(read, known)
             with self.state.replayed(state):
                 output = self.run(index, index - 1)
@@ -66,6 +72,8 @@ class Call:
 
         with set_checkpoint_early_stop(False):  # all of it runs again, to be compared
             output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        if errors:
+            raise errors.pop()  # out of this frame, which its traceback holds
         check_unwritten(read, known)
         return output
 
@@ -78,7 +86,7 @@ class Call:
         # Weights that autocast has cast and kept would be shared by all chunks, and their gradients summed in half
         # precision.
         torch.clear_autocast_cache()
-        output = self.encoder(*args, **kwargs)
+        output = selected(self.encoder(*args, **kwargs), self.select)
         torch.clear_autocast_cache()
         return self.batch.without_padding(output, index)
 
