@@ -23,6 +23,9 @@ class Device:
         self.log: list[str] = []
         self.states = {0: torch.tensor([3], dtype=torch.uint8), 1: torch.tensor([5], dtype=torch.uint8)}
 
+    def is_available(self) -> bool:
+        return False
+
     def Stream(self, device: Any) -> "Device":
         return self
 

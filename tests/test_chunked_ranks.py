@@ -1099,6 +1099,36 @@ def test_encoders_on_a_mesh_of_two_dimensions_train_as_one_process(pool: Pool, s
         assert_same(training, expected)
 
 
+class CheckpointedTower(SharedTower):
+    """Whose layers are checkpoints inside of every chunk."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.tower:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return nn.functional.normalize(x, dim=1), self.log_scale.exp()
+
+
+def writes_to_its_batch(rank: int, group: Any) -> str:
+    with torch_may_warn():
+        model = sharded(TwoTowers(), group)
+        images, _ = next(batches(6))
+        with pytest.raises(RuntimeError) as caught:
+            mb.chunked(lambda x: model.encode_image(x.mul_(2)), images, chunk_size=CHUNK)
+        return str(caught.value)
+
+
+def test_a_sharded_encoder_that_writes_to_its_batch_is_refused_by_the_forward(pool: Pool) -> None:
+    for text in pool.run(2, writes_to_its_batch):
+        assert text.startswith("chunked: inputs and parameters must not be written to, by the encoder")
+
+
+def test_a_sharded_encoder_with_checkpoints_may_be_called_twice(pool: Pool) -> None:
+    """Its checkpoints call modules in a backward, which are no calls without chunks."""
+    expected = one_process(SharedTower, sum(SIZES[2]))
+    for training in pool.run(2, under_fsdp, CheckpointedTower, by_the_shared, SIZES[2], "", {}):
+        assert_same(training, expected)
+
+
 def plain_after_chunked(rank: int, group: Any, spelling: str) -> str:
     with torch_may_warn():
         model = sharded(TwoTowers(), group)

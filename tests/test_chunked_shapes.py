@@ -76,7 +76,7 @@ def test_the_last_chunk_is_filled_up_if_asked_for(pad_last: bool | None, rows: l
 
 
 def test_a_list_cannot_be_filled_up() -> None:
-    with pytest.raises(ValueError, match=r"chunked: pad_last must be left out where lists are split .* got texts\."):
+    with pytest.raises(ValueError, match=r"chunked: pad_last must be left out for lists .* got texts\."):
         chunked(lambda texts: torch.ones(len(texts)), ["a", "b", "c"], chunk_size=2, split="texts", pad_last=True)
 
 
@@ -113,6 +113,17 @@ def test_a_budget_of_tokens_is_exact_and_kept(rows: int) -> None:
     assert sum(count for count, _ in shapes) == rows
     torch.testing.assert_close(chunked(model, inputs, chunk_tokens=14), model.inner(**inputs), **EXACT)
     assert_same(got, step(lambda: model.inner(**inputs), model), **EXACT)
+
+
+def test_a_budget_of_tokens_trims_texts_on_two_sides_to_the_longer_of_each_pair() -> None:
+    first, second = texts_of(19), {name: tensor.flip(0) for name, tensor in texts_of(19).items()}
+    model = Watched().inner
+
+    def pairs(first: dict[str, Tensor], second: dict[str, Tensor]) -> Tensor:
+        return torch.cat([model(**first), model(**second)], 1)
+
+    got = step(lambda: chunked(pairs, first, second, chunk_tokens=14), model)
+    assert_same(got, step(lambda: pairs(first, second), model), **EXACT)
 
 
 def cells_of(inputs: dict[str, Tensor], **options: int) -> int:
@@ -186,6 +197,22 @@ def test_a_budget_below_the_longest_row_is_refused() -> None:
 def test_a_budget_without_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match=r"chunked: chunk_tokens must find the lengths of rows.* Use chunk_size\."):
         chunked(Mlp(), torch.randn(4, 6), chunk_tokens=2)
+
+
+def test_a_mask_that_every_chunk_gets_whole_gives_no_lengths() -> None:
+    with pytest.raises(ValueError, match=r"chunked: chunk_tokens must find the lengths of rows, .* got neither"):
+        chunked(
+            lambda input_ids, attention_mask: input_ids,
+            torch.ones(4, 3),
+            attention_mask=torch.ones(1, 3),
+            whole="attention_mask",
+            chunk_tokens=6,
+        )
+
+
+def test_padding_of_the_last_chunk_is_refused_under_a_budget_of_tokens() -> None:
+    with pytest.raises(ValueError, match=r"chunked: pad_last must be left out with chunk_tokens"):
+        chunked(Watched(), texts_of(4), chunk_tokens=14, pad_last=True)
 
 
 def test_rows_and_tokens_together_are_refused() -> None:

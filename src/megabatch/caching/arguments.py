@@ -38,7 +38,13 @@ class Argument:
 
     @property
     def rows(self) -> int:
-        return len(self.value if self.offsets is None else self.offsets) - (self.cumulative or self.offsets is not None)
+        if self.offsets is not None:
+            return len(self.offsets) - 1
+        return len(self.value) - self.cumulative
+
+    @property
+    def can_be_padded(self) -> bool:
+        return isinstance(self.value, Tensor) and self.offsets is None and not self.cumulative
 
     def reorder(self, order: list[int]) -> None:
         if self.cumulative:
@@ -69,10 +75,8 @@ class Argument:
         return [self.value[start:stop] for start, stop in pairwise(ends)]
 
 
-def pack(argument: Argument, counts: Counts) -> None:
-    """Samples of several rows each."""
-    if counts is None:
-        return
+def pack(argument: Argument, counts: Tensor | Sequence[int] | str) -> None:
+    """Let samples have several rows each."""
     if not isinstance(argument.value, Tensor) or (isinstance(counts, str) and counts != OFFSETS):
         raise ValueError(
             f"chunked: {argument.path} must be a tensor, packed by a count of rows per sample or by {OFFSETS!r}, got "

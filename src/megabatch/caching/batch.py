@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks
 from .arguments import Argument, Counts, Transform, described, listed, pack
-from .containers import Leaf, Name, flatten, tensors_of
+from .containers import Leaf, Name, flatten, is_array, map_tensors, tensors_of
 
 MASK = "attention_mask"
 
@@ -36,25 +36,31 @@ class Batch:
         split: Mapping[Name, Counts],
         transform: Transform | Mapping[Name, Transform] | None,
     ) -> None:
-        unsplit: list[Leaf] = []  # lists whose items are leaves of their own
+        lists: list[Leaf] = []  # and arrays, which are not named in whole or split
 
         def is_split_list(leaf: Leaf) -> bool:
-            is_list, named = isinstance(leaf.value, list | tuple), not leaf.names.isdisjoint(split)
-            if is_list and not named:
-                unsplit.append(leaf)
-            return is_list and named
+            is_list = isinstance(leaf.value, list | tuple)
+            if (is_list or is_array(leaf.value)) and leaf.names.isdisjoint({*whole, *split}):
+                lists.append(leaf)
+            return is_list and not leaf.names.isdisjoint(split)
 
         positional = [*positional_names, *(f"args[{i}]" for i in range(len(positional_names), len(args)))]
         names: list[frozenset[Name]] = [frozenset({name, f"args[{i}]", i}) for i, name in enumerate(positional)]
         names += [frozenset({name}) for name in kwargs]
         given = zip((*positional, *kwargs), (*args, *kwargs.values()), names, strict=True)
-        parts = [flatten(value, path, words, is_split_list) for path, value, words in given]
+        parts = [flatten(value, path, known_as, is_split_list) for path, value, known_as in given]
         self._builds, self._num_positional, self._keywords = [build for _, build in parts], len(args), list(kwargs)
         self._arguments = [Argument(*leaf) for leaves, _ in parts for leaf in leaves]
         self._choose(whole, split)
         self.rows = self._count_rows()
-        self._check_items(unsplit, {*whole, *split})
-        self._attach(transform)
+        for leaf in lists:
+            if len(leaf.value) == self.rows > 1 and not tensors_of(leaf.value):
+                raise ValueError(
+                    f"chunked: {leaf.path} must be named in split or in whole, because it is not a tensor and has as "
+                    f"many items as the batch has rows, got {self.rows}."
+                )
+        if transform is not None:
+            self._set_transforms(transform)
         self._lengths: list[int] | None = None
         self.order: list[int] | None = None
         self.sizes: list[int] = []
@@ -69,15 +75,13 @@ class Batch:
             if kept and cut:
                 raise ValueError(f"chunked: {path} must be named in whole or in split, got both. Drop one.")
             if cut and (not hasattr(value, "__len__") or getattr(value, "shape", None) == ()):
-                raise ValueError(
-                    f"chunked: {path} is named in split, so it must have rows, got {described(value)}. Leave it out "
-                    "there."
-                )
+                raise ValueError(f"chunked: {path} must have rows to be split, got {described(value)}.")
             if isinstance(value, Tensor):
                 checks.dense("chunked", path, value)
             argument.split = bool(cut) or (isinstance(value, Tensor) and value.dim() > 0 and not kept)
-            if cut:
-                pack(argument, split[cut[0]])
+            counts = split[cut[0]] if cut else None
+            if counts is not None:
+                pack(argument, counts)
 
     def _check_names(self, option: str, chosen: Iterable[Name]) -> None:
         known = {name for argument in self._arguments for name in argument.names}
@@ -104,28 +108,16 @@ class Batch:
             )
         return next(iter(rows.values()))
 
-    def _check_items(self, lists: Iterable[Leaf], named: Collection[Name]) -> None:
-        """Lists and arrays with one item per row would be passed whole, and every chunk would read the first items."""
-        arrays = [Leaf(a.path, a.names, a.value) for a in self._arguments if not a.split and hasattr(a.value, "shape")]
-        for path, names, value in (*lists, *(leaf for leaf in arrays if leaf.value.shape != ())):
-            if names.isdisjoint(named) and len(value) == self.rows > 1 and not tensors_of(value):
-                raise ValueError(
-                    f"chunked: {path} must be named in split, to be split along its items, or in whole, because it is "
-                    f"not a tensor and has as many items as the batch has rows, got {self.rows}."
-                )
-
-    def _attach(self, transform: Transform | Mapping[Name, Transform] | None) -> None:
+    def _set_transforms(self, transform: Transform | Mapping[Name, Transform]) -> None:
         split = [argument for argument in self._arguments if argument.split]
-        if transform is None:
-            return
         if isinstance(transform, Mapping):
             self._check_names("transform", transform)
             for argument in self._arguments:
                 argument.transform = next((f for name, f in transform.items() if name in argument.names), None)
         elif len(split) > 1:
             raise ValueError(
-                "chunked: transform must say which argument it is for, because several are split: "
-                f"{', '.join(argument.path for argument in split)}. Pass a dict, transform={{{split[0].path!r}: ...}}."
+                "chunked: transform must be a dict where several arguments are split, got a function for "
+                f"{listed([argument.path for argument in split])}. Pass transform={{{split[0].path!r}: ...}}."
             )
         else:
             split[0].transform = transform
@@ -136,33 +128,26 @@ class Batch:
         """`pad`: the last chunk to the size of the others, where that is possible or `required`."""
         starts = range(0, max(self.rows, 1), chunk_size)
         self.sizes = [min(chunk_size, self.rows - start) for start in starts]
-        unfit = [
-            a.path
-            for a in self._arguments
-            if a.split and (a.offsets or a.cumulative or not isinstance(a.value, Tensor))
-        ]
+        unfit = [argument.path for argument in self._arguments if argument.split and not argument.can_be_padded]
         if unfit and required:
-            raise ValueError(
-                f"chunked: pad_last must be left out where lists are split or tensors packed, got {listed(unfit)}."
-            )
+            raise ValueError(f"chunked: pad_last must be left out for lists and packed tensors, got {listed(unfit)}.")
         self.pad_to = chunk_size if pad and not unfit else 0
 
     def cut_by_tokens(self, chunk_tokens: int) -> None:
         """Longest rows first, so that memory runs out in the first chunk or never."""
-        masks = [a for a in self._arguments if MASK in a.names and isinstance(a.value, Tensor) and a.value.dim() == 2]
-        lengths = _used(masks[0].value) if masks else self._lengths_of_texts()
+        split = [argument for argument in self._arguments if argument.split]
+        masks = [a.value for a in split if MASK in a.names and isinstance(a.value, Tensor) and a.value.dim() == 2]
+        lengths = [max(used) for used in zip(*map(_used, masks), strict=True)] if masks else self._lengths_of_texts()
         if max(lengths, default=0) > chunk_tokens:
             raise ValueError(
                 f"chunked: chunk_tokens must hold the longest row, got {chunk_tokens} for one of {max(lengths)} tokens."
             )
         self.order = sorted(range(self.rows), key=lambda i: -lengths[i])
         self._lengths = [lengths[i] for i in self.order]
-        for argument in self._arguments:
-            tokens = masks and isinstance(argument.value, Tensor) and argument.value.shape[:2] == masks[0].value.shape
-            argument.trimmed = argument.split and bool(tokens)
-        for argument in self._arguments:
-            if argument.split:
-                argument.reorder(self.order)
+        for argument in split:
+            is_tensor = isinstance(argument.value, Tensor)
+            argument.trimmed = is_tensor and any(argument.value.shape[:2] == mask.shape for mask in masks)
+            argument.reorder(self.order)
         start = 0
         while start < self.rows or not self.sizes:
             size = chunk_tokens // max(self._lengths[start], 1) if self.rows else 0
@@ -171,13 +156,13 @@ class Batch:
 
     def _lengths_of_texts(self) -> list[int]:
         """In tokens where the transform is a tokenizer; otherwise in items or characters."""
-        listed = [a for a in self._arguments if a.split and isinstance(a.value, list | tuple)]
-        if not listed:
+        lists = [a for a in self._arguments if a.split and isinstance(a.value, list | tuple)]
+        if not lists:
             raise ValueError(
                 f"chunked: chunk_tokens must find the lengths of rows, in a tensor named {MASK} or in a list that is "
                 "named in split, got neither. Use chunk_size."
             )
-        texts, tokenize = listed[0].value, listed[0].transform
+        texts, tokenize = lists[0].value, lists[0].transform
         tokens = tokenize(texts) if tokenize is not None else None
         return _used(tokens[MASK]) if isinstance(tokens, Mapping) and MASK in tokens else [len(text) for text in texts]
 
@@ -213,9 +198,7 @@ class Batch:
         size = self.sizes[index]
         if size >= self.pad_to:
             return output
-        leaves, build = flatten(output)
-        padded = [isinstance(x.value, Tensor) and x.value.dim() and len(x.value) == self.pad_to for x in leaves]
-        return build(iter([x.value[:size] if cut else x.value for x, cut in zip(leaves, padded, strict=True)]))
+        return map_tensors(lambda x: x[:size] if x.dim() and len(x) == self.pad_to else x, output)
 
 
 def _used(mask: Tensor) -> list[int]:

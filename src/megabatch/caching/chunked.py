@@ -14,7 +14,6 @@ from ..callers import warn_once
 from .arguments import Counts, Transform
 from .batch import Batch
 from .containers import Name
-from .outputs import selected
 from .replay import Call, in_float32
 from .shards import ShardedCall, Shards, agree_on_chunks
 from .state import State
@@ -91,12 +90,12 @@ def chunked(
         names = _positional_names(inner, len(args), given)
         counts = split if isinstance(split, Mapping) else dict.fromkeys(_several(split))
         batch = Batch(args, kwargs, names, _several(whole), counts, transform)
-        _check_sizes(chunk_size, chunk_tokens)
-        if chunk_tokens is not None:
-            batch.cut_by_tokens(chunk_tokens)
-        elif chunk_size is not None:
+        _check_sizes(chunk_size, chunk_tokens, pad_last)
+        if chunk_size is not None:
             pad = is_compiled(inner, modules) if pad_last is None else pad_last
             batch.cut(chunk_size, pad, required=bool(pad_last))
+        elif chunk_tokens is not None:
+            batch.cut_by_tokens(chunk_tokens)
         return batch
 
     batch, num_chunks = agree_on_chunks(plan, shards, modules)
@@ -106,26 +105,28 @@ def chunked(
     devices = {parameter.device for parameter in parameters}
     place = torch.device(device) if device is not None else next(iter(devices)) if len(devices) == 1 else None
     devices |= batch.devices() | ({place} if place is not None else set())
-    state = State(sorted(devices, key=str), modules)
-    encode = inner if shards else in_float32(inner, roots)
-    selecting = lambda *args, **kwargs: selected(encode(*args, **kwargs), select)  # noqa: E731
-    call = Call(selecting, batch, place, state, parameters)
-    if shards:
-        call = ShardedCall(selecting, batch, place, state, parameters, shards, num_chunks - len(batch.sizes))
-    if ddp is not None and torch.is_grad_enabled():
-        result = within_forward(ddp, call.forward, is_named)
-    else:
+
+    def run() -> Any:
+        state = State(sorted(devices, key=str), modules)
+        encode = inner if shards else in_float32(inner, roots)
+        call: Call
+        if shards:
+            call = ShardedCall(encode, batch, place, state, parameters, select, shards, num_chunks - len(batch.sizes))
+        else:
+            call = Call(encode, batch, place, state, parameters, select)
         result = call.forward()
-    if len(batch.sizes) > 1:
-        _warn_of_batch_norm(modules, state.written())
-    return result
+        if len(batch.sizes) > 1:
+            _warn_of_batch_norm(modules, state.written())
+        return result
+
+    return within_forward(ddp, run, is_named) if ddp is not None and torch.is_grad_enabled() else run()
 
 
 def _several(names: Name | Sequence[Name]) -> Sequence[Name]:
     return [names] if isinstance(names, str | int) else names
 
 
-def _check_sizes(chunk_size: int | None, chunk_tokens: int | None) -> None:
+def _check_sizes(chunk_size: int | None, chunk_tokens: int | None, pad_last: bool | None) -> None:
     if (chunk_size is None) == (chunk_tokens is None):
         raise TypeError(
             f"chunked: chunk_size or chunk_tokens must be given, got {'neither' if chunk_size is None else 'both'}. "
@@ -133,18 +134,19 @@ def _check_sizes(chunk_size: int | None, chunk_tokens: int | None) -> None:
         )
     name, value = ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
     if isinstance(value, bool) or not isinstance(value, int):
-        unit = "rows" if chunk_tokens is None else "tokens"
-        raise TypeError(f"chunked: {name} must be a whole number of {unit}, got {value!r}. Pass an int.")
+        raise TypeError(f"chunked: {name} must be an int, got {value!r}.")
     if value < 1:
         raise ValueError(f"chunked: {name} must be at least 1, got {value}. Take the largest that fits.")
+    if pad_last and chunk_tokens is not None:
+        raise ValueError(
+            "chunked: pad_last must be left out with chunk_tokens, whose chunks differ in shape, got True."
+        )
 
 
 def _positional_names(encoder: Any, count: int, given: Sequence[str]) -> list[str]:
-    """Those of the encoder's first arguments, once it is sure that no option of ours is one of its keywords."""
+    """The names of the encoder's first arguments. Refuses options of ours that are keywords of the encoder too."""
     if not callable(encoder):
-        raise TypeError(
-            f"chunked: encoder must be callable, got {type(encoder).__name__}. Pass a module or a function."
-        )
+        raise TypeError(f"chunked: encoder must be callable, got {type(encoder).__name__}.")
     target = getattr(encoder, "_orig_mod", encoder)
     bound = set(target.keywords) if isinstance(target, partial) else set()
     try:
@@ -168,8 +170,7 @@ def _warn_of_batch_norm(modules: Sequence[nn.Module], written: Sequence[nn.Modul
         warn_once(
             "chunked",
             "batch norm",
-            "the encoder has BatchNorm in training mode, which takes its statistics from each chunk, not from "
-            "the whole batch, so chunks give other results than the batch would. Freeze it (.eval() on these layers), "
-            "replace it by GroupNorm or LayerNorm, or synchronise it over ranks (SyncBatchNorm) to make up for small "
-            "chunks. Running statistics are updated by the forward, once per chunk.",
+            "the encoder has BatchNorm in training mode, whose statistics are those of each chunk, not of the batch. "
+            "Freeze it (.eval() on these layers), replace it by GroupNorm or LayerNorm, or make up for small chunks by "
+            "SyncBatchNorm. Running statistics are updated by the forward, once per chunk.",
         )

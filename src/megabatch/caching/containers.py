@@ -27,37 +27,35 @@ def flatten(
     value: Any, path: str = "", names: frozenset[Name] = frozenset(), is_leaf: IsLeaf = lambda _: False
 ) -> tuple[list[Leaf], Build]:
     """The leaves, and a function that builds the same containers around others. It keeps no tensor alive."""
-    leaves, build = _flatten(value, path, names, is_leaf)
-    hollow = build(iter([torch.empty(0)] * len(leaves)))
-    return leaves, _flatten(hollow, path, names, lambda _: False)[1]
-
-
-def _flatten(value: Any, path: str, names: frozenset[Name], is_leaf: IsLeaf) -> tuple[list[Leaf], Build]:
-    entries, leaf = entries_of(value), Leaf(path, names, value)
-    if entries is None or is_leaf(leaf):
+    leaf, entries = Leaf(path, names, value), entries_of(value)
+    if is_leaf(leaf) or entries is None:
         return [leaf], next
     listed = isinstance(value, list | tuple)
     indexed = listed or isinstance(value, MutableMapping)
-    parts = {
-        key: _flatten(
-            item, path + (f"[{key!r}]" if indexed else f".{key}"), names if listed else names | {key}, is_leaf
-        )
-        for key, item in entries.items()
-    }
-    leaves = [leaf for found, _ in parts.values() for leaf in found]
-    return leaves, lambda values: with_entries(value, {key: build(values) for key, (_, build) in parts.items()})
+    leaves: list[Leaf] = []
+    builds: dict[Any, Build] = {}
+    for key, item in entries.items():
+        inner = path + (f"[{key!r}]" if indexed else f".{key}")
+        found, builds[key] = flatten(item, inner, names if listed else names | {key}, is_leaf)
+        leaves += found
+    hollow = with_entries(value, dict.fromkeys(entries))
+    return leaves, lambda values: with_entries(hollow, {key: build(values) for key, build in builds.items()})
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    leaves, _ = _flatten(value, "", frozenset(), lambda _: False)
+    leaves, _ = flatten(value)
     return [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)]
 
 
-def hides_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether an object that is no container has tensors in its attributes, as a cache of keys and values does."""
-    held = list(getattr(value, "__dict__", {}).values())
-    leaves, _ = _flatten(held, "", frozenset(), lambda _: False)
-    return any(isinstance(x.value, Tensor) or (depth > 0 and hides_tensors(x.value, depth - 1)) for x in leaves)
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same containers with function(tensor) in place of every tensor."""
+    leaves, build = flatten(value)
+    return build(iter([function(x.value) if isinstance(x.value, Tensor) else x.value for x in leaves]))
+
+
+def is_array(value: Any) -> bool:
+    """Of numpy and the like, not a tensor."""
+    return not isinstance(value, Tensor) and getattr(value, "shape", ()) != ()
 
 
 def entries_of(value: Any) -> dict[Any, Any] | None:

@@ -18,13 +18,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .batch import Batch
-from .containers import HALVES, flatten, tensors_of
-from .outputs import Outputs
+from .containers import HALVES, Name, map_tensors, tensors_of
+from .outputs import Outputs, selected
 from .state import State, versions
 from .transfer import Transfer
 from .wrappers import check_checkpoints, has_ranks
-
-Chunk = list[Any]  # a piece of every argument
 
 
 @dataclass
@@ -36,59 +34,70 @@ class Call:
     device: torch.device | None
     state: State
     parameters: Sequence[Tensor]
+    select: Name | Sequence[Name] | None
 
     def __post_init__(self) -> None:
-        self.outputs, self._transfer = Outputs(self.batch.sizes, self.batch.order), Transfer(self.device)
+        self.chunks = self.batch.chunks()
+        self.outputs = Outputs(self.batch.sizes, self.batch.order, self.state.autocast_enabled)
+        self._transfer = Transfer(self.device)
 
     def forward(self) -> Any:
-        chunks, graded = self.batch.chunks(), torch.is_grad_enabled()
-        outputs = [self._checkpointed(chunks, i) if graded else self.run(chunks, i, i + 1) for i in range(len(chunks))]
-        if graded and has_ranks():
-            check_checkpoints(tensors_of(outputs[0]), tensors_of(chunks[0]))
+        if not torch.is_grad_enabled():
+            return self.outputs.join([self.run(index, index + 1) for index in range(len(self.chunks))])
+        outputs = [self._checkpointed(index) for index in range(len(self.chunks))]
+        if has_ranks():
+            check_checkpoints(tensors_of(outputs[0]), tensors_of(self.chunks[0]))
         return self.outputs.join(outputs)
 
-    def _checkpointed(self, chunks: Sequence[Chunk], index: int) -> Any:
+    def _checkpointed(self, index: int) -> Any:
         """The outputs of a chunk whose activations are formed again in the backward."""
-        read = [*tensors_of(chunks[index]), *self.parameters]
+        read = [*tensors_of(self.chunks[index]), *self.parameters]
         state, known, again = self.state.now(), versions(read), False
+        errors: list[Exception] = []
 
         def run() -> Any:
             nonlocal again
             if not again:
                 again = True
-                return self.run(chunks, index, index + 1)
+                try:
+                    return self.run(index, index + 1)
+                except Exception as error:  # raised below: torch 2.8 would leave its hooks on all of autograd
+                    errors.append(error)
+                    return None
             check_unwritten(read, known)
             with self.state.replayed(state):
-                output = self.run(chunks, index, index - 1)
-            self.outputs.compare(index, tensors_of(output), self.state.autocast_enabled)
+                output = self.run(index, index - 1)
+            self.outputs.compare(index, tensors_of(output))
             return output
 
         with set_checkpoint_early_stop(False):  # all of it runs again, to be compared
-            return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+            output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        if errors:
+            raise errors.pop()  # out of this frame, which its traceback holds
+        check_unwritten(read, known)
+        return output
 
-    def run(self, chunks: Sequence[Chunk], index: int, following: int) -> Any:
+    def run(self, index: int, following: int) -> Any:
         """The outputs of a chunk. `following`: the chunk that comes next, to be copied meanwhile."""
-        leaves, build = flatten(self._transfer.fetch(chunks, index, following))
-        values = [leaf.value for leaf in leaves]
+        chunk = self._transfer.fetch(self.chunks, index, following)
         # Clones of what has a graph, because an encoder may write to an activation, and chunks are views.
-        values = [x.clone() if isinstance(x, Tensor) and x.requires_grad else x for x in values]
-        moved = [self._transfer.move(x) if isinstance(x, Tensor) else x for x in values]
-        args, kwargs = self.batch.call(index, build(iter(moved)))
+        moved = map_tensors(lambda x: self._transfer.move(x.clone() if x.requires_grad else x), chunk)
+        args, kwargs = self.batch.call(index, moved)
         # Weights that autocast has cast and kept would be shared by all chunks, and their gradients summed in half
         # precision.
         torch.clear_autocast_cache()
-        output = self.encoder(*args, **kwargs)
+        output = selected(self.encoder(*args, **kwargs), self.select)
         torch.clear_autocast_cache()
         return self.batch.without_padding(output, index)
 
 
 def check_unwritten(tensors: Sequence[Tensor], known: Sequence[int]) -> None:
-    for tensor, before in zip(tensors, known, strict=True):
-        if versions([tensor]) != [before]:
+    for tensor, before, now in zip(tensors, known, versions(tensors), strict=True):
+        if before != now:
             raise RuntimeError(
-                "chunked: inputs and parameters must not be written to between the forward and its backward, which "
-                f"runs the encoder again, got one of shape {tuple(tensor.shape)} that was. Copy inputs that are "
-                "reused, and step the optimizer after the backward."
+                "chunked: inputs and parameters must not be written to, by the encoder or between the forward and its "
+                f"backward, which runs the encoder again, got one of shape {tuple(tensor.shape)} that was. Copy inputs "
+                "first, and step the optimizer after the backward."
             )
 
 
@@ -100,17 +109,19 @@ class _Modules(nn.ModuleList):
 def in_float32(encoder: Callable[..., Any], roots: Sequence[nn.Module]) -> Callable[..., Any]:
     """The encoder with bf16 and fp16 parameters that are cast from float32: their gradients are summed in float32."""
     modules = _Modules(roots)
-    slots = {
+    halves = {
         f"{path}.{name}": parameter
         for path, module in modules.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dtype in HALVES and parameter.requires_grad and torch.is_grad_enabled()
     }
-    wide = {id(parameter): (parameter.float(), parameter.dtype) for parameter in slots.values()}
+    if not halves:
+        return encoder
+    wide = {parameter: parameter.float() for parameter in halves.values()}
 
     def encode(*args: Any, **kwargs: Any) -> Any:
-        narrow = {key: parameter.to(dtype) for key, (parameter, dtype) in wide.items()}
-        parameters = {name: narrow[id(parameter)] for name, parameter in slots.items()}
+        cast = {parameter: wide[parameter].to(parameter.dtype) for parameter in wide}
+        parameters = {name: cast[parameter] for name, parameter in halves.items()}
         return functional_call(modules, parameters, (encoder, *args), kwargs, tie_weights=False)
 
-    return encode if slots else encoder
+    return encode

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.ranks import Ranks
 from .batch import Batch
-from .containers import flatten, tensors_of
-from .replay import Call, Chunk, check_unwritten
+from .containers import map_tensors, tensors_of
+from .replay import Call, check_unwritten
 from .state import versions
 
 _known_groups: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
@@ -37,7 +37,7 @@ class Shards:
     running = 0
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before somebody imports it
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None: nothing is sharded
         if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
             raise TypeError(
                 "chunked: encoder must not be a FullyShardedDataParallel, whose parameters change place in every "
@@ -75,7 +75,7 @@ class Shards:
             finalize(self, watched.register_forward_pre_hook(note).remove)
 
     def prepare_backward(self, is_last: bool) -> None:
-        """Of a chunk. Until the last, gradients are kept unreduced, and parameters gathered that stay so."""
+        """Until the last chunk, gradients are not reduced, and parameters that are gathered stay so."""
         for module in self._modules:
             module.set_requires_gradient_sync(is_last, recurse=False)
             if not any(map(_is_sharded, _own_parameters(module))):
@@ -113,98 +113,76 @@ class ShardedCall(Call):
     spare: int
 
     def forward(self) -> Any:
-        chunks, graded = self.batch.chunks(), torch.is_grad_enabled()
-        outputs: list[Any] = []
-        states = []
-        for index in range(len(chunks)):
-            states.append(self.state.now())
-            with saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):  # a graph without activations
-                outputs.append(self._encode(chunks, index))
-        with torch.no_grad(), self.state.replayed(self.state.now()):
-            for _ in range(self.spare):
-                self._encode(chunks, 0)
-        return self.outputs.join(self._connect(outputs, chunks, states) if graded else outputs)
-
-    def _connect(self, outputs: list[Any], chunks: list[Chunk], states: list[Any]) -> list[Any]:
-        """The outputs with this call in place of their graphs."""
-        inputs = {id(x): x for x in tensors_of(chunks) if x.requires_grad}
-        # Parameters are inputs, so that whoever asks autograd for their gradients gets an error.
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        tensors, (leaves, build) = tensors_of(outputs), flatten(outputs)
-        if not any(x.requires_grad for x in tensors):
-            return outputs
-        self.shards.watch()
-        apply: Any = Replay.apply
-        connected = iter(apply(self, chunks, states, tensors, *inputs.values(), *trained))
-        return list(build(iter([next(connected) if isinstance(x.value, Tensor) else x.value for x in leaves])))
-
-    def _encode(self, chunks: Sequence[Chunk], index: int) -> Any:
+        inputs = {id(x): x for x in tensors_of(self.chunks) if x.requires_grad and torch.is_grad_enabled()}
+        # The backward of a chunk ends in these, which collect the gradients of the inputs.
+        self._leaves = {key: x.detach().requires_grad_() for key, x in inputs.items()}
+        self.chunks = map_tensors(lambda x: self._leaves.get(id(x), x), self.chunks)
+        read = tensors_of(self.chunks)
+        self._versions, self._states, outputs = versions(read), [], []
         with self.shards.encoding():
-            return self.run(chunks, index, index + 1)
+            for index in range(len(self.chunks)):
+                self._states.append(self.state.now())
+                with saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):  # a graph without activations
+                    outputs.append(self.run(index, index + 1))
+            with torch.no_grad(), self.state.replayed(self.state.now()):
+                for _ in range(self.spare):
+                    self.run(0, 0)
+        check_unwritten(read, self._versions)
+        tensors = tensors_of(outputs)
+        if any(x.requires_grad for x in tensors):
+            self.shards.watch()
+            # Parameters are inputs, so that torch.autograd.grad by them is refused.
+            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+            apply: Any = Replay.apply
+            connected = iter(apply(self, tensors, *inputs.values(), *trained))
+            outputs = map_tensors(lambda _: next(connected), outputs)
+        return self.outputs.join(outputs)
 
-    def backward(
-        self, chunks: list[Chunk], states: Sequence[Any], upstream: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+    def backward(self, upstream: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs; those of the parameters are written."""
+        check_unwritten(tensors_of(self.chunks), self._versions)
         if self.shards.called_plainly:
             # fully_shard takes a forward in the middle of its own backward for a checkpoint's.
             raise RuntimeError(
                 "chunked: an encoder under fully_shard must not be called in chunks and then without before the "
                 "backward, got a call without. Call it by chunked everywhere in the step."
             )
-        last, width = len(chunks) - 1, len(upstream) // len(chunks)
-        parts = [upstream[i * width : (i + 1) * width] for i in range(len(chunks))]
-        used = [gradient is not None for gradient in parts[last]]  # by every chunk, so that all do the same
-        totals: dict[int, Tensor] = {}  # gradients of inputs
+        last, width = len(self.chunks) - 1, len(upstream) // len(self.chunks)
+        parts = [list(upstream[i * width : (i + 1) * width]) for i in range(len(self.chunks))]
+        used = [gradient is not None for gradient in parts[last]]  # in every chunk, so that all do the same
         try:
-            for index in range(last):
-                self._replay(chunks, states, index, parts[index], used, totals)
-            for _ in range(self.spare):
-                self._replay(chunks, states, 0, [None] * width, used, totals, is_spare=True)
-            self._replay(chunks, states, last, parts[last], used, totals)
+            with self.shards.encoding():
+                self.shards.prepare_backward(is_last=False)
+                for index in range(last):
+                    self._replay(index, parts[index], used)
+                for _ in range(self.spare):
+                    self._replay(0, [None] * width, used)
+                self.shards.prepare_backward(is_last=True)
+                self._replay(last, parts[last], used)
+            self.outputs.check()
+            return [leaf.grad for leaf in self._leaves.values()]
         finally:
             self.shards.prepare_backward(is_last=True)
-        self.outputs.check(self.state.autocast_enabled)
-        return [totals.get(key) for key in {id(x): x for x in tensors_of(chunks) if x.requires_grad}]
+            for leaf in self._leaves.values():
+                leaf.grad = None
 
-    def _replay(
-        self,
-        chunks: Sequence[Chunk],
-        states: Sequence[Any],
-        index: int,
-        upstream: Sequence[Tensor | None],
-        used: Sequence[bool],
-        totals: dict[int, Tensor],
-        is_spare: bool = False,
-    ) -> None:
+    def _replay(self, index: int, upstream: Sequence[Tensor | None], used: Sequence[bool]) -> None:
         """Run a chunk again, and its backward; where it got no gradient, with zeros."""
-        self.shards.prepare_backward(is_last=index == len(chunks) - 1 and not is_spare)
-        leaves, build = flatten(chunks[index])
-        pieces = [leaf.value for leaf in leaves]
-        values = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in pieces]
-        with torch.enable_grad(), self.state.replayed(states[index]):
-            outputs = tensors_of(self._encode([*chunks[:index], build(iter(values)), *chunks[index + 1 :]], index))
-        if not is_spare:
-            self.outputs.compare(index, outputs, self.state.autocast_enabled)
-        both = zip(outputs, upstream, used, strict=True)
-        pairs = [(x, torch.zeros_like(x) if g is None else g) for x, g, yes in both if yes and x.requires_grad]
+        with torch.enable_grad(), self.state.replayed(self._states[index]):
+            outputs = tensors_of(self.run(index, index + 1))
+        self.outputs.compare(index, outputs)
+        triples = zip(outputs, upstream, used, strict=True)
+        pairs = [(x, torch.zeros_like(x) if g is None else g) for x, g, yes in triples if yes and x.requires_grad]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
-        for piece, value in zip(pieces, values, strict=True):
-            if piece is not value and value.grad is not None:
-                known = totals.get(id(piece))
-                totals[id(piece)] = value.grad if known is None else known + value.grad
 
 
 class Replay(torch.autograd.Function):
     """The outputs of all chunks, and the chunks again for their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: ShardedCall, chunks: list[Chunk], states: list[Any], outputs: list[Tensor], *_: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.chunks, ctx.states = call, chunks, states
-        ctx.versions = versions(tensors_of(chunks))
+    def forward(ctx: Any, call: ShardedCall, outputs: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
         ctx.set_materialize_grads(False)
         detached = tuple(x.detach() for x in outputs)
         ctx.mark_non_differentiable(*(y for x, y in zip(outputs, detached, strict=True) if not x.requires_grad))
@@ -225,9 +203,8 @@ class Replay(torch.autograd.Function):
                 "chunked: torch.autograd.grad and backward(inputs=...) must not pass through an encoder under "
                 "fully_shard, because its gradients are written, not returned. Call backward()."
             )
-        check_unwritten(tensors_of(ctx.chunks), ctx.versions)
-        found = ctx.call.backward(ctx.chunks, ctx.states, upstream)
-        return None, None, None, None, *found, *[None] * (len(ctx.needs_input_grad) - 4 - len(found))
+        found = ctx.call.backward(upstream)
+        return None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found))
 
 
 def agree_on_chunks(plan: Callable[[], Batch], shards: Shards, modules: Sequence[nn.Module]) -> tuple[Batch, int]:
@@ -237,23 +214,20 @@ def agree_on_chunks(plan: Callable[[], Batch], shards: Shards, modules: Sequence
     """
     norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm) and module.training]
     synced: Any = dict.fromkeys(norm.process_group or dist.group.WORLD for norm in norms)
-    groups = [(group.group_name, True) for group in synced if group is not None and dist.get_world_size(group) > 1]
-    error: Exception | None = None
+    names = [group.group_name for group in synced if group is not None and dist.get_world_size(group) > 1]
+    errors: list[Exception] = []
     try:
         batch = plan()
         most = own = len(batch.sizes)
-    except (ValueError, TypeError) as refusal:
-        error, most, own = refusal, 0, 0
-    for name, equal in (*groups, *((name, False) for name in shards.groups)):
-        same = {"the number of chunks under SyncBatchNorm": own} if equal else {}
+    except (ValueError, TypeError) as error:
+        errors, most, own = [error], 0, 0
+    for name in (*names, *shards.groups):
+        same = {"the number of chunks under SyncBatchNorm": own} if name in names else {}
         try:
-            found = Ranks("chunked", name).handshake(same, [most], [] if error is None else [error])
+            found = Ranks("chunked", name).handshake(same, [most], errors)
             most = int(max(count for (count,) in found))
-        except (ValueError, TypeError) as refusal:
-            error = refusal  # and on to the next group, where others wait
-    try:
-        if error is not None:
-            raise error
-    finally:
-        error = None  # its traceback holds this frame: together they would keep the encoder and its group
+        except (ValueError, TypeError) as error:
+            errors = [error]  # and on to the next group, where others wait
+    if errors:
+        raise errors.pop()  # out of this frame, which its traceback holds
     return batch, most

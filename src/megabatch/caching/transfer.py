@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .containers import flatten, tensors_of
+from .containers import map_tensors, tensors_of
 
 
 class Transfer:
-    """Moves tensors to a device; None: nowhere.
+    """Moves tensors to a device. With None, they stay where they are.
 
     Copies run on a stream of their own, where the device has streams, and from pinned memory, without which the host
     would wait for them.
@@ -40,13 +40,12 @@ class Transfer:
 
     def _start(self, chunk: Any) -> tuple[Any, Any]:
         with self._module.stream(self._stream):
-            leaves, build = flatten(chunk)
-            return build(iter([self._from_host(leaf.value) for leaf in leaves])), self._stream.record_event()
+            return map_tensors(self._from_host, chunk), self._stream.record_event()
 
-    def _from_host(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or leaf.requires_grad:
-            return leaf
-        return (leaf if leaf.is_pinned() else leaf.pin_memory()).to(self._device, non_blocking=True)
+    def _from_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or tensor.requires_grad:
+            return tensor
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
 
     def move(self, tensor: Tensor) -> Tensor:
         if self._device is None or tensor.device == self._device:

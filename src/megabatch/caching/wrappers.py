@@ -65,20 +65,14 @@ def unwrapped(encoder: Any, module: nn.Module | None) -> tuple[Any, nn.Module | 
 
 
 def check_wrapper(encoder: Any, modules: Sequence[nn.Module], module: nn.Module | None) -> None:
-    """That gradients of the parameters will be reduced, once per step, if several ranks train them."""
+    """Refuse a call whose gradients would not be reduced once per step, where several ranks train."""
     parameters = [parameter for each in modules for parameter in each.parameters(recurse=False)]
     if any(hasattr(parameter, "ds_tensor") for parameter in parameters):
         raise ValueError(
-            "chunked: encoder must not be partitioned by DeepSpeed's ZeRO stage 3, whose ranks gather parameters in "
-            "every forward, and may not have equally many chunks. Use stage 1 or 2, or "
-            "torch.distributed.fsdp.fully_shard."
+            "chunked: encoder must not be partitioned by DeepSpeed's ZeRO stage 3, which needs equally many forwards "
+            "on all ranks. Use stage 1 or 2, or torch.distributed.fsdp.fully_shard."
         )
-    if (
-        not torch.is_grad_enabled()
-        or not dist.is_available()
-        or not dist.is_initialized()
-        or dist.get_world_size() == 1
-    ):
+    if not torch.is_grad_enabled() or not has_ranks():
         return
     running = _running()
     reduced = {id(parameter) for wrapper in running for parameter in wrapper.parameters()}
@@ -87,11 +81,10 @@ def check_wrapper(encoder: Any, modules: Sequence[nn.Module], module: nn.Module 
     if any(isinstance(each, DistributedDataParallel) for each in modules) or (module is None and is_outside):
         name = getattr(encoder, "__name__", "forward")
         raise ValueError(
-            "chunked: where several ranks train, encoder must be called by the forward of the module that "
-            "DistributedDataParallel or DeepSpeed wraps, or with module=ddp, got a call outside: its gradients would "
-            "not be reduced, or once per chunk. "
-            f"Write chunked(ddp.module.{name if name.isidentifier() else 'encode'}, ..., module=ddp). If you reduce "
-            "gradients yourself, write module=model."
+            "chunked: where several ranks train, the call must be in the forward of the module that "
+            "DistributedDataParallel or DeepSpeed wraps, got one outside: its gradients would not be reduced, or once "
+            f"per chunk. Write chunked(ddp.module.{name if name.isidentifier() else 'encode'}, ..., module=ddp). If "
+            "you reduce gradients yourself, write module=model."
         )
 
 
@@ -141,10 +134,7 @@ class _Run(nn.Module):
 
 
 def within_forward(ddp: DistributedDataParallel, run: Callable[[], Any], named: bool) -> Any:
-    """What `run` returns, which becomes a forward of the wrapper, unless that is running already.
-
-    `named`: By `module=ddp`, for a part of what is wrapped.
-    """
+    """Call `run` as a forward of the wrapper, unless that is running already. `named`: by `module=ddp`."""
     if ddp in _running():
         return run()
     if ddp.mixed_precision is not None:
@@ -154,8 +144,8 @@ def within_forward(ddp: DistributedDataParallel, run: Callable[[], Any], named: 
         )
     if named and ddp.find_unused_parameters:
         raise ValueError(
-            "chunked: module=ddp must not be a DistributedDataParallel with find_unused_parameters=True, which takes "
-            "what this call does not use for unused. Call chunked inside the forward of the module that is wrapped."
+            "chunked: module=ddp must not be a DistributedDataParallel with find_unused_parameters=True, to which "
+            "all that this call does not use is unused. Call chunked in the forward of the module that is wrapped."
         )
     module = ddp.module
     ddp.module = _Run(run, module)
