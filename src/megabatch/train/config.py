@@ -100,7 +100,7 @@ class Optimization:
     )
     precision: str = _option(
         "fp32",
-        "autocast, amp: to float16, amp_bf16: to bfloat16; weights stay float32",
+        "amp: autocast to float16; amp_bf16: to bfloat16. Weights stay float32: OpenCLIP's bf16 and fp16 are refused",
         choices=("fp32", "amp", "amp_bf16", "amp_bfloat16"),
     )
     grad_clip_norm: float | None = _option(None, "clip the gradient to this norm", above=0)
