@@ -328,7 +328,7 @@ def test_advice_names_flags_that_exist():
         ({"data": Data()}, "--train-data must be given. --train-data icons needs no files."),
         (
             {"data": Data("a::b", train_data_upsampling_factors="1::2")},
-            "--train-data-upsampling-factors must come with --dataset-resampled, got '1::2' without.",
+            "--train-data-upsampling-factors must come with --dataset-resampled, got it without.",
         ),
         ({"data": Data("a.csv", csv_separator="ab")}, "--csv-separator must be one character, got 'ab'."),
         (
@@ -409,9 +409,9 @@ def test_a_saved_configuration_that_knows_less_keeps_defaults():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"optimisation": {}}, "from_mapping: 'optimisation' is no section. Perhaps optimization is meant."),
-        ({"run": {"sed": 1}}, "from_mapping: run has no 'sed'. Perhaps seed is meant."),
-        ({"run": {"seed": "1"}}, "from_mapping: run.seed must be a whole number, at least 0 and below 9223"),
+        ({"optimisation": {}}, "from_mapping: optimisation must be a section with its names, got ."),
+        ({"run": {"sed": 1}}, "from_mapping: run must be a section with its names, got sed."),
+        ({"run": {"seed": "1"}}, "from_mapping: seed must be a whole number, at least 0 and below 9223"),
     ],
 )
 def test_a_saved_configuration_of_something_else_is_refused(mapping, message):

@@ -137,12 +137,6 @@ def test_one_shard_holds_all(train):
     assert (shard.start, shard.stop) == (0, len(train))
 
 
-def test_an_icon_can_be_drawn_in_any_size(held_out):
-    large = held_out.picture(0, 96)
-    assert large.size == (96, 96)
-    assert held_out.picture(0, 32).tobytes() == held_out[0].image.tobytes()
-
-
 def test_qt_is_not_needed(train):
     assert "qtawesome" not in sys.modules
 

@@ -23,13 +23,9 @@ class Data:
     """Where samples come from."""
 
     train_data: str | None = _option(
-        None,
-        "tar shards (braces for ranges, :: between several sets of them), a CSV/TSV or JSONL file, COCO's captions as "
-        "JSON, or icons",
+        None, "tar shards (braces for ranges, :: between sources), a CSV, TSV or JSONL file, COCO's JSON, or icons"
     )
-    dataset_type: str = _option(
-        "auto", "auto: by the file name", choices=("auto", "webdataset", "csv", "jsonl", "icons")
-    )
+    dataset_type: str = _option("auto", "auto: by the name", choices=("auto", "webdataset", "csv", "jsonl", "icons"))
     train_num_samples: int | None = _option(None, "samples per epoch (default: all)", at_least=1)
     dataset_resampled: bool = _option(False, "draw shards with replacement")
     train_data_upsampling_factors: str | None = _option(
@@ -39,15 +35,7 @@ class Data:
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")
     crop_scale: float = _option(
-        0.9,
-        "smallest share of the image area that a random crop keeps; 1: centre crop, as in evaluation",
-        above=0,
-        at_most=1,
-    )
-    min_decode_size: int | None = _option(
-        None,
-        "decode larger JPEGs at 1/2, 1/4 or 1/8, no side below this: faster, but other pixels than OpenCLIP's",
-        at_least=1,
+        0.9, "smallest share of the area that a random crop keeps; 1: centre crop, as in evaluation", above=0, at_most=1
     )
     workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0, at_most=1024)
 
@@ -60,13 +48,9 @@ class Data:
 class Model:
     """The two towers."""
 
-    model: str = _option(
-        "tiny", "tiny, small, a model of open_clip by name, or a folder with a Hugging Face CLIP or SigLIP"
-    )
+    model: str = _option("tiny", "tiny, small, a model of open_clip, or a folder with a Hugging Face CLIP or SigLIP")
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
-    force_image_size: int | None = _option(
-        None, "image size in pixels, if the model allows a choice", at_least=1, at_most=8192
-    )
+    force_image_size: int | None = _option(None, "in pixels, if the model allows a choice", at_least=1, at_most=8192)
     lock_image: bool = _option(False, "freeze the image tower (LiT)")
     feature_cache: str | None = _option(
         None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
@@ -79,9 +63,7 @@ class Model:
 class Loss:
     """The objective."""
 
-    loss: str = _option(
-        "clip", "infonce: one direction, from image (or query) to text", choices=("clip", "siglip", "infonce")
-    )
+    loss: str = _option("clip", "infonce: from image (or query) to text alone", choices=("clip", "siglip", "infonce"))
     duplicates: str = _option(
         "caption", "rows that share it are not negatives of each other", choices=("caption", "image", "none")
     )
@@ -118,8 +100,7 @@ class Optimization:
     )
     precision: str = _option(
         "fp32",
-        "amp: float16 by autocast, with a gradient scaler; amp_bf16: bfloat16 by autocast. Weights stay float32: "
-        "OpenCLIP's bf16, fp16 and pure_…, which store them in 16 bits, are refused",
+        "amp: autocast to float16; amp_bf16: to bfloat16. Weights stay float32: OpenCLIP's bf16 and fp16 are refused",
         choices=("fp32", "amp", "amp_bf16", "amp_bfloat16"),
     )
     grad_clip_norm: float | None = _option(None, "clip the gradient to this norm", above=0)
@@ -140,14 +121,10 @@ class Evaluation:
     val_steps: int | None = _option(None, "evaluate every N steps, instead of --val-frequency", at_least=1)
     zeroshot_data: str | None = _option(None, "folder of images for zero-shot classification, one folder per class")
     classnames: str | None = _option(
-        None,
-        "file with 'folder<TAB>name' or a name per line, in the folders' order (default: folder names); imagenet: "
-        "open_clip's names, for folders named by WordNet's id or by the number of the class",
+        None, "file with 'folder<TAB>name' or a name per line, or imagenet (default: the folders' names)"
     )
     templates: str | None = _option(
-        None,
-        "file with a prompt per line, {} for the class name (default: a few photo prompts); imagenet: OpenAI's 80; "
-        "simple: the best 7 of them",
+        None, "file with a prompt per line, {} for the class name, or imagenet (80 prompts) or simple (7)"
     )
 
 
@@ -279,15 +256,9 @@ def from_mapping(sections: Mapping[str, Mapping[str, Any]]) -> Config:
     """The configuration that to_mapping has taken apart. What is missing keeps its default."""
     read: dict[str, Any] = {}
     for section, values in sections.items():
-        if section not in SECTIONS:
-            raise ValueError(f"from_mapping: {section!r} is no section. Perhaps {nearest(section, SECTIONS)} is meant.")
-        known = _options(section)
-        for name in values:
-            if name not in known:
-                raise ValueError(f"from_mapping: {section} has no {name!r}. Perhaps {nearest(name, known)} is meant.")
-        checked = {
-            name: known[name].checked(value, f"from_mapping: {section}.{name} ") for name, value in values.items()
-        }
+        if section not in SECTIONS or not set(values) <= set(_options(section)):
+            raise ValueError(f"from_mapping: {section} must be a section with its names, got {', '.join(values)}.")
+        checked = {name: OPTIONS[name].checked(value, f"from_mapping: {name} ") for name, value in values.items()}
         read[section] = SECTIONS[section](**checked)
     return Config(**read)
 
@@ -340,26 +311,17 @@ def check(config: Config, *, training: bool = True) -> None:
     if len(data.csv_separator) != 1:
         raise ValueError(f"--csv-separator must be one character, got {data.csv_separator!r}.")
     if data.train_data_upsampling_factors is not None and not data.dataset_resampled:
-        raise ValueError(
-            f"--train-data-upsampling-factors must come with --dataset-resampled, got "
-            f"{data.train_data_upsampling_factors!r} without. Add --dataset-resampled: weights are those of drawing."
-        )
+        raise ValueError("--train-data-upsampling-factors must come with --dataset-resampled, got it without.")
     if loss.init_logit_scale is not None and loss.init_logit_scale > loss.max_logit_scale:
-        raise ValueError(
-            f"--init-logit-scale must be at most --max-logit-scale, got {loss.init_logit_scale} and "
-            f"{loss.max_logit_scale}."
-        )
+        limits = f"{loss.init_logit_scale} and {loss.max_logit_scale}"
+        raise ValueError(f"--init-logit-scale must be at most --max-logit-scale, got {limits}.")
     if config.model.feature_cache is not None and (not config.model.lock_image or data.crop_scale < 1):
         raise ValueError(
-            f"--feature-cache must come with --lock-image and --crop-scale 1, because features of a tower that is "
-            f"trained, and of random crops, are new each time, got --crop-scale {data.crop_scale}."
+            "--feature-cache must come with --lock-image and --crop-scale 1: other features are new each time."
         )
     options = config.optimization
     if (options.lr_scheduler == "const-cooldown") != (options.epochs_cooldown is not None):
-        raise ValueError(
-            f"--epochs-cooldown must come with --lr-scheduler const-cooldown, and the other way round, got "
-            f"{options.epochs_cooldown} and {options.lr_scheduler}."
-        )
+        raise ValueError("--epochs-cooldown must come with --lr-scheduler const-cooldown, got one without the other.")
     for name in ("classnames", "templates"):
         value = getattr(evaluation, name)
         if value is not None and evaluation.zeroshot_data is None:

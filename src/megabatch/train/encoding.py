@@ -109,6 +109,5 @@ def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureC
         seed=config.run.seed,
         duplicates=config.loss.duplicates,
         train=train,
-        min_decode_size=config.data.min_decode_size,
         cache=cache,
     )

@@ -31,9 +31,8 @@ zero-shot classification, in linear memory. Settings are those of the checkpoint
 # Flags that evaluation has no use for.
 OF_TRAINING = {
     *("train_data", "train_num_samples", "dataset_resampled", "train_data_upsampling_factors"),
-    *("crop_scale", "min_decode_size"),
-    *("lock_image", "feature_cache", "grad_checkpointing", "torchcompile", "init_logit_scale", "max_logit_scale"),
-    "dense_loss",
+    *("crop_scale", "lock_image", "feature_cache", "grad_checkpointing", "torchcompile"),
+    *("init_logit_scale", "max_logit_scale", "dense_loss"),
     *({each.name for each in fields(Optimization)} - {"chunk_size", "precision"}),
     *("val_frequency", "val_steps"),
     *({each.name for each in fields(Run)} - {"device"}),

@@ -19,20 +19,11 @@ class Objective:
 
     def __init__(self, options: Loss, world: World, *, has_negatives: bool = False) -> None:
         if options.dense_loss and world.size > 1:
-            raise ValueError(
-                f"train: --dense-loss must run in one process, got {world.size} ranks. It is there to compare with: "
-                "leave it out."
-            )
+            raise ValueError(f"train: --dense-loss must run in one process, got {world.size} ranks. Leave it out.")
         if has_negatives and options.loss != "infonce":
-            raise ValueError(
-                f"train: --loss must be infonce where samples have negatives, got {options.loss}. Take it, or leave "
-                "the negatives out of the data."
-            )
+            raise ValueError(f"train: --loss must be infonce where samples have negatives, got {options.loss}.")
         if has_negatives and options.duplicates == "image":
-            raise ValueError(
-                "train: --duplicates must be caption or none where samples have negatives, got image: a negative has a "
-                "text, and no query."
-            )
+            raise ValueError("train: --duplicates must be caption or none where samples have negatives, got image.")
         self.options, self.world = options, world
         self.losses: ModuleType = reference if options.dense_loss else mb
         self.shared: dict[str, Any] = {"normalize": True, "return_stats": True, "group": world.group}

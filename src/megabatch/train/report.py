@@ -79,14 +79,9 @@ class Report:
     """Of one run. `step` is the number of steps that are done, in all methods.
 
     Args:
-        folder: Of the run.
-        total_steps: Of the whole run.
         first_step: Steps done before; what metrics.jsonl has beyond is cut off.
-        report_to: "tensorboard", into folder/tensorboard, "wandb", both with a comma between, or "all".
-        wandb_project: Of Weights & Biases.
         log_every: Steps between lines of the log; the first and the last have one too.
         live: Whether to draw a bar. None: if there is a terminal to draw on.
-        console: What to draw on; None: stderr.
     """
 
     def __init__(

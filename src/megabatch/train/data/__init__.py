@@ -6,7 +6,6 @@ the towers' preprocessing) makes tensors of them, and `loader.py` does so ahead 
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -75,14 +74,14 @@ def open_source(what: str, options: Data | None = None, *, held_out: bool = Fals
     return source if limit is None else Limited(source, limit)
 
 
-class Limited:
+class Limited(Source):
     """The first samples of a source."""
 
     def __init__(self, source: Source, limit: int) -> None:
         self._source = source
         self._length = min(limit, len(source))
         self.texts_only, self.has_negatives = source.texts_only, source.has_negatives
-        self.problems = Counter[str](getattr(source, "problems", {}))
+        self.problems = source.problems
 
     def __len__(self) -> int:
         return self._length

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from PIL import Image, ImageFont, ImageOps
 from torch import Tensor
 
 from ..fingerprint import data_line
-from .source import Sample, Shard
+from .source import Sample, Source
 
 # A picture that is in several fonts has its name from the first of these. Font Awesome and Material Design are there in
 # two versions: the newer comes first.
@@ -52,12 +52,10 @@ _SAME = 0.95  # the cosine between two pictures above which they look the same
 class _Icon:
     name: str  # "materialdesignicons6/account-outline"
     caption: str
-    font: str
-    character: str
     pixels: bytes
 
 
-class Icons:
+class Icons(Source):
     """Icons with their names as captions: those to train on, or those held out.
 
     Icons are held out by the stem of their caption, which is the caption without words of style: "account",
@@ -65,9 +63,6 @@ class Icons:
     as a held-out icon under another name is on neither. Held-out captions are all different. Either side is in an
     order as good as random, the same everywhere, so that the first thousand are a fair sample.
     """
-
-    texts_only = False
-    has_negatives = False
 
     def __init__(self, held_out: bool) -> None:
         icons, held = _both_sides()
@@ -83,17 +78,8 @@ class Icons:
     def name(self, index: int) -> str:
         return self._icons[index].name
 
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return [Shard(0, len(self))]
-
     def fingerprint(self) -> list[str]:
         return [data_line("icons", len(self), *[(icon.name, icon.caption, icon.pixels) for icon in self._icons])]
-
-    def picture(self, index: int, side: int) -> Image.Image:
-        """The icon in any size, for people to look at."""
-        icon = self._icons[index]
-        return _draw(_open(icon.font, side), icon.character, side)
 
 
 def stem(caption: str) -> str:
@@ -127,40 +113,33 @@ def _fonts() -> list[Path]:
     for name in _FONTS:
         found = sorted(folder.glob(f"{name}-*.ttf"))
         if len(found) != 1:
-            raise FileNotFoundError(
-                f"icons: qtawesome must have one font {name}, got {len(found)} in {folder}. "
-                "Run pip install 'megabatch[train]'."
-            )
+            raise FileNotFoundError(f"icons: qtawesome must have one font {name}, got {len(found)} in {folder}.")
         fonts += found
     return fonts
 
 
 def _drawn(path: Path) -> Iterator[_Icon]:
     """All icons of a font that show something."""
-    font = _open(str(path), _SIDE)
+    font = ImageFont.truetype(str(path), _SIDE * 7 // 8, layout_engine=ImageFont.Layout.BASIC)
     title, version = path.stem.rsplit("-", 1)
     characters = json.loads((path.parent / f"{title}-charmap-{version}.json").read_text())
     for name, code in characters.items():
-        pixels = _draw(font, chr(int(code, 16)), _SIDE).tobytes()
+        pixels = _draw(font, chr(int(code, 16))).tobytes()
         if min(pixels) < 255:
             full_name = f"{title.removesuffix('-webfont')}/{name}"
-            yield _Icon(full_name, name.replace("-", " "), str(path), chr(int(code, 16)), pixels)
+            yield _Icon(full_name, name.replace("-", " "), pixels)
 
 
-def _open(font: str, side: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(font, side * 7 // 8, layout_engine=ImageFont.Layout.BASIC)
-
-
-def _draw(font: ImageFont.FreeTypeFont, character: str, side: int) -> Image.Image:
+def _draw(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
     """Dark on light, in the middle, in the font's own size unless it is too large for that."""
     mask = font.getmask(character, mode="L")
-    canvas = Image.new("L", (side, side), 255)
+    canvas = Image.new("L", (_SIDE, _SIDE), 255)
     if 0 in mask.size:
         return canvas
     ink = Image.frombytes("L", mask.size, bytes(mask))
-    if max(mask.size) > side:
-        ink = ImageOps.contain(ink, (side, side))
-    canvas.paste(0, ((side - ink.width) // 2, (side - ink.height) // 2), ink)
+    if max(mask.size) > _SIDE:
+        ink = ImageOps.contain(ink, (_SIDE, _SIDE))
+    canvas.paste(0, ((_SIDE - ink.width) // 2, (_SIDE - ink.height) // 2), ink)
     return canvas
 
 

@@ -43,30 +43,18 @@ def content_key(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def decode(data: bytes, min_decode_size: int | None = None) -> Image.Image:
-    """The image as its file has it: in its own mode, and not turned by what a camera wrote down of its orientation.
-
-    Args:
-        min_decode_size: A large JPEG may be decoded at an eighth, a quarter or half of its size, which takes less time
-            and gives other pixels, as long as no side becomes shorter than this. Default: its own size.
-    """
+def decode(data: bytes) -> Image.Image:
+    """The image as its file has it: in its own mode, and not turned by what a camera wrote down of its orientation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bad metadata and the like, once per image and worker
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)  # the header: type and size
+            image.load()
         except UnidentifiedImageError:
             raise BadSample(NOT_AN_IMAGE) from None
         except _BOMB:
             raise BadSample("decompression bomb") from None
-        except Exception:  # Pillow raises what its parsers happen to trip over
-            raise BadSample("broken image") from None
-        try:
-            if min_decode_size is not None:
-                image.draft(None, (min_decode_size, min_decode_size))
-            image.load()
-            return image
-        except _BOMB:
-            raise BadSample("decompression bomb") from None
-        except Exception as error:
+        except Exception as error:  # Pillow raises what its parsers happen to trip over
             raise BadSample("truncated image" if "truncated" in str(error).lower() else "broken image") from None
+        return image

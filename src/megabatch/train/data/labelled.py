@@ -6,7 +6,7 @@ from pathlib import Path
 from ..fingerprint import data_line
 from ..towers.open_clip import import_open_clip
 from .images import content_key, read_file
-from .source import LARGEST_TEXT, Sample, Shard, check_file, printable
+from .source import LARGEST_TEXT, Sample, Source, check_file, printable
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 TEMPLATES = (
@@ -20,7 +20,7 @@ TEMPLATES = (
 )
 
 
-class ImageFolder:
+class ImageFolder(Source):
     """`folder/class/image.jpg`: classes are folders and images are files, both sorted by name.
 
     Args:
@@ -29,14 +29,7 @@ class ImageFolder:
             of the class. Default: the folders' names, with spaces for underscores.
         templates: A file with prompts, one per line, with {} for the class name; "imagenet" and "simple": open_clip's.
             Default: `TEMPLATES`.
-
-    Attributes:
-        classnames: In the order of their numbers, which are the labels of samples.
-        templates: The prompts.
     """
-
-    texts_only = False
-    has_negatives = False
 
     def __init__(
         self,
@@ -76,10 +69,6 @@ class ImageFolder:
     def name(self, index: int) -> str:
         return printable(str(self._images[index][0]))
 
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return [Shard(0, len(self))]
-
     def fingerprint(self) -> list[str]:
         return [data_line("classes", len(self), self.classnames, [path.name for path, _ in self._images])]
 
@@ -91,10 +80,7 @@ def _of_imagenet(folders: list[str]) -> list[str]:
     numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
     numbers |= {str(number): number for number in range(len(names))}
     if unknown := [folder for folder in folders if folder not in numbers]:
-        raise ValueError(
-            "--classnames imagenet: folders must be named by ImageNet's ids, such as n01440764, or by the number of "
-            f"the class, got {unknown[0]!r}."
-        )
+        raise ValueError(f"--classnames imagenet: folders must be named n01440764 and the like, got {unknown[0]!r}.")
     return [names[numbers[folder]] for folder in folders]
 
 
@@ -131,9 +117,7 @@ def _read_names(path: Path, folders: list[str]) -> list[str]:
     lines = _lines(path, "--classnames")
     if not any("\t" in line for _, line in lines):
         if len(lines) != len(folders):
-            raise ValueError(
-                f"--classnames {path}: must have a name per folder, got {len(lines)} names for {len(folders)} folders."
-            )
+            raise ValueError(f"--classnames {path}: must have {len(folders)} names, one per folder, got {len(lines)}.")
         return [line for _, line in lines]
     names: dict[str, str] = {}
     for number, line in lines:
@@ -145,7 +129,5 @@ def _read_names(path: Path, folders: list[str]) -> list[str]:
         names[folder] = name.strip()
     missing = [folder for folder in folders if folder not in names]
     if missing:
-        raise ValueError(
-            f"--classnames {path}: must name all {len(folders)} folders, lacks {len(missing)} such as {missing[0]!r}."
-        )
+        raise ValueError(f"--classnames {path}: must name all folders, lacks {len(missing)} such as {missing[0]!r}.")
     return [names[folder] for folder in folders]

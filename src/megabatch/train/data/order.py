@@ -36,12 +36,8 @@ class Order:
         weights = [shard.weight for shard in self._shards]
         if not weights:
             raise ValueError("Order: shards must hold at least one sample, got none.")
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-            raise ValueError(
-                f"Order: weights of shards must be finite, not negative, and not all 0, got {sorted(set(weights))}."
-            )
-        if resampled and not shuffle:
-            raise ValueError("Order: resampled and shuffle=False exclude each other.")
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise ValueError(f"Order: weights must be finite, not negative, and not all 0, got {sorted(set(weights))}.")
         self._length = sum(shard.stop - shard.start for shard in self._shards)
         self._starts = [0]  # where each pass starts in a resampled stream, as far as known
         self._pass: tuple[int, _Pass] | None = None

@@ -1,17 +1,16 @@
 """Pairs of texts, with or without texts that do not belong to them: a JSON object per line."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..fingerprint import data_line, numbers
-from .source import OpenFiles, Sample, Shard, check_file, lines_of
+from .source import OpenFiles, Sample, Source, check_file, lines_of
 
 
-class TextPairs:
+class TextPairs(Source):
     """Lines of `{"query": ..., "positive": ..., "negatives": [...]}`, or FlagEmbedding's
     `{"query": ..., "pos": [...], "neg": [...]}`, of which the first of `pos` is the positive.
 
@@ -24,7 +23,6 @@ class TextPairs:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._open_files = OpenFiles()
-        self.has_negatives = False
         places: list[tuple[int, int, int]] = []  # offset, size, number of the line
         offset = 0
         check_file(self._path)
@@ -50,10 +48,6 @@ class TextPairs:
     def name(self, index: int) -> str:
         return f"{self._path}: line {int(self._places[index, 2])}"
 
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return [Shard(0, len(self))]
-
     def fingerprint(self) -> list[str]:
         return [data_line(self._path, len(self), numbers(self._places))]
 
@@ -76,11 +70,8 @@ def _parsed(line: bytes, where: str) -> tuple[str, str, list[str]]:
         if not positives:
             raise ValueError(f"{where}: pos must have at least one text, got [].")
         return query, positives[0], _texts(pair.get("neg") or [], "neg", where)
-    return (
-        query,
-        _text(pair.get("positive"), "positive", where),
-        _texts(pair.get("negatives") or [], "negatives", where),
-    )
+    positive = _text(pair.get("positive"), "positive", where)
+    return query, positive, _texts(pair.get("negatives") or [], "negatives", where)
 
 
 def _text(value: Any, key: str, where: str) -> str:

@@ -64,7 +64,6 @@ class Prepare:
         seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
-        min_decode_size: In training, see `images.decode`.
         cache: Features of images that need not be prepared.
     """
 
@@ -74,7 +73,6 @@ class Prepare:
     seed: int
     duplicates: str
     train: bool
-    min_decode_size: int | None = None
     cache: FeatureCache | None = None
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Iterable[int]) -> Piece:
@@ -136,7 +134,7 @@ class Prepare:
     def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
         image = sample.image
         if isinstance(image, bytes):
-            image = decode(image, self.min_decode_size if self.train else None)
+            image = decode(image)
         assert image is not None
         random = Random(f"{self.seed}/{number}/{index}") if self.train and self.crop_scale < 1 else None
         try:

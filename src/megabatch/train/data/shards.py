@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..fingerprint import data_line, numbers
 from .images import content_key
-from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, OpenFiles, Sample, Shard, Strings, printable
+from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, OpenFiles, Sample, Shard, Source, Strings, printable
 from .tars import members
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
@@ -32,7 +32,7 @@ _MOST_SHARDS = 10**6
 _MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 
 
-class Shards:
+class Shards(Source):
     """Samples `key.jpg` (or png, jpeg, webp) with `key.txt`, or with `key.json` that has a "caption".
 
     Args:
@@ -43,15 +43,12 @@ class Shards:
         problems: What was left out when the shards were opened: reasons, and how often.
     """
 
-    texts_only = False
-    has_negatives = False
-
     def __init__(self, patterns: str, *, factors: str | None = None) -> None:
         self._open_files = OpenFiles()
         self._paths, weights = _paths_and_weights(patterns, factors)
         with ThreadPoolExecutor(min(8, len(self._paths))) as threads:
             indices = list(threads.map(_index, self._paths))
-        self.problems: Counter[str] = sum((index.problems for index in indices), Counter())
+        self.problems = sum((index.problems for index in indices), Counter())
         self._stops = torch.tensor([len(index.keys) for index in indices]).cumsum(0).tolist()
         if not self._stops[-1]:
             raise ValueError(
@@ -106,10 +103,8 @@ def _paths_and_weights(patterns: str, factors: str | None) -> tuple[list[Path], 
     sources = patterns.split("::")
     weights = [1.0] * len(sources) if factors is None else _factors(factors)
     if len(weights) != len(sources):
-        raise ValueError(
-            f"--train-data-upsampling-factors: must have one number per source of --train-data, got {len(weights)} for "
-            f"{len(sources)}."
-        )
+        counts = f"{len(weights)} for {len(sources)}"
+        raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
     paths: list[Path] = []
     weight_of_path: list[float] = []
     for source, weight in zip(sources, weights, strict=True):
@@ -128,9 +123,7 @@ def _factors(factors: str) -> list[float]:
     try:
         return [float(factor) for factor in factors.split("::")]
     except ValueError:
-        raise ValueError(
-            f"--train-data-upsampling-factors: must be numbers with :: between them, got {factors!r}."
-        ) from None
+        raise ValueError(f"--train-data-upsampling-factors: must be numbers, such as 1::2, got {factors!r}.") from None
 
 
 def _expanded(source: str) -> list[Path]:
@@ -147,9 +140,7 @@ def _expanded(source: str) -> list[Path]:
         raise ValueError(f"{source}: must have a closing brace for each opening one.") from None
     compressed = [path for path in paths if path.suffix in (".gz", ".tgz", ".zst", ".bz2", ".xz")]
     if compressed:
-        raise ValueError(
-            f"{compressed[0]}: must not be compressed, because samples are read from its middle. Unpack it."
-        )
+        raise ValueError(f"{compressed[0]}: must not be compressed: samples are read from its middle. Unpack it.")
     return paths
 
 

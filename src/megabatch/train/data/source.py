@@ -1,11 +1,12 @@
 """What a data source is to the rest: samples by number, each of which may turn out to be bad."""
 
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr, Protocol
+from typing import IO, Any, AnyStr
 
 import torch
 from PIL import Image
@@ -68,26 +69,29 @@ class Shard:
     weight: float = 1.0
 
 
-class Source(Protocol):
-    """Samples by number. What it holds can be sent to other processes.
+class Source(ABC):
+    """Samples by number. What it holds can be sent to other processes."""
 
-    A source that leaves samples out when it is opened has `problems`, a Counter of the reasons.
-    """
+    texts_only = False  # query and positive, no images
+    has_negatives = False  # some sample has negatives
+    problems: Mapping[str, int] = {}  # reasons why samples were left out when it was opened, and how often
 
-    texts_only: bool  # query and positive, no images
-    has_negatives: bool  # some sample has negatives
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """Raises BadSample."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """What a person would look for: a path, a line of a file, a key in a tar."""
 
     @property
-    def shards(self) -> Sequence[Shard]: ...
+    def shards(self) -> Sequence[Shard]:
+        return [Shard(0, len(self))]
 
+    @abstractmethod
     def fingerprint(self) -> list[str]:
         """What changes when the data does, a `fingerprint.data_line` per file. It must not read the samples."""
 

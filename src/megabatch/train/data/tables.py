@@ -4,7 +4,7 @@ import csv
 import difflib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ import torch
 
 from ..fingerprint import data_line
 from .images import content_key, read_file
-from .source import LARGEST_LINE, BadSample, Sample, Shard, Strings, check_file, lines_of, printable
+from .source import LARGEST_LINE, BadSample, Sample, Source, Strings, check_file, lines_of, printable
 
 _LARGEST_JSON = 2**31  # bytes: it is read as a whole
 _LOOKED_AT = 1000  # rows, to find where relative paths start
 _ASKED = 100  # images, for their sizes
-_QUOTING = 'A field that holds the separator or starts with a quote is put in quotes, with "" for each quote inside.'
 
 
-class Table:
+class Table(Source):
     """A file with a header line, a column of paths and a column of captions.
 
     Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
@@ -30,8 +29,6 @@ class Table:
     Args:
         per_image: Rows that name the same file are one sample, with several captions. Otherwise each is a sample.
     """
-
-    texts_only = False
 
     def __init__(
         self,
@@ -71,10 +68,6 @@ class Table:
     def name(self, index: int) -> str:
         return printable(str(self._folder / self._files[index]))
 
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return [Shard(0, len(self))]
-
     def fingerprint(self) -> list[str]:
         """With the sizes of some of the images: all would take long to ask for."""
         some = [self._folder / self._files[index] for index in range(0, len(self), -(-len(self) // _ASKED))]
@@ -111,20 +104,14 @@ def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Itera
             caption_column = _column(path, header, caption_key, "--csv-caption-key", separator)
             for row in reader:
                 if row and len(row) != len(header):
-                    raise ValueError(
-                        f"{path}: line {reader.line_num} must have {len(header)} fields, as its header has, got "
-                        f"{len(row)}. {_QUOTING}"
-                    )
+                    fields = f"{len(header)} fields, as its header has, got {len(row)}"
+                    raise ValueError(f"{path}: line {reader.line_num} must have {fields}.")
                 if row:
                     yield row[image_column], row[caption_column]
         except csv.Error as error:
-            raise ValueError(
-                f"{path}: line {reader.line_num} must be quoted as CSV is, got: {error}. {_QUOTING}"
-            ) from None
+            raise ValueError(f"{path}: line {reader.line_num} must be quoted as CSV is, got: {error}.") from None
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}: must be UTF-8, is not after line {reader.line_num} ({error.reason}). Convert it with iconv."
-            ) from None
+            raise ValueError(f"{path}: must be UTF-8, is not after line {reader.line_num} ({error.reason}).") from None
 
 
 def _column(path: Path, header: list[str], key: str, flag: str, separator: str) -> int:

@@ -139,9 +139,8 @@ class Worker(InProcess):
         self._deaths += 1
         if self._deaths > (2 if row is None else _MOST_DEATHS):
             raise RuntimeError(
-                f"data: workers must live, but {self._deaths} in a row were {cause} over the same piece of a batch, "
-                f"the last at {name}. Is there enough memory (SIGKILL), and shared memory (SIGBUS: /dev/shm)? Lower "
-                "--workers."
+                f"data: workers must live, but {self._deaths} in a row were {cause}, the last at {name}. Is there "
+                "enough memory (SIGKILL), and shared memory (SIGBUS: /dev/shm)? Lower --workers."
             )
         pending, self.pending = self.pending, deque()
         self._pipe.close()

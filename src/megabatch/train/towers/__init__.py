@@ -22,8 +22,6 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
     Args:
         init_logit_scale: 1/temperature. `None` leaves pretrained towers theirs, and starts others as the loss's paper.
     """
-    if init_logit_scale is not None and not 0 < init_logit_scale < math.inf:
-        raise ValueError(f"--init-logit-scale: must be a positive number, got {init_logit_scale}.")
     scale, bias = (10.0, -10.0) if loss == "siglip" else (1 / 0.07, None)
     if model.model in ("tiny", "small"):
         towers = _built_in(model, init_logit_scale or scale, bias)
@@ -36,13 +34,8 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
     else:
         from .open_clip import OpenClipTowers
 
-        towers = OpenClipTowers(
-            model.model,
-            scale,
-            bias,
-            pretrained=model.pretrained,
-            force_image_size=model.force_image_size,
-        )
+        size = model.force_image_size
+        towers = OpenClipTowers(model.model, scale, bias, pretrained=model.pretrained, force_image_size=size)
     if init_logit_scale is not None:
         with torch.no_grad():
             towers.logit_scale.fill_(math.log(init_logit_scale))
@@ -78,25 +71,20 @@ def has_weights(model: Model) -> bool:
 def _refuse_pretrained(model: Model, reason: str) -> None:
     if model.pretrained is not None:
         raise ValueError(
-            f"--pretrained: must be left out with --model {model.model}, because {reason}, got {model.pretrained!r}. "
-            "It names weights of open_clip."
+            f"--pretrained: must be left out with --model {model.model}, because {reason}, got {model.pretrained!r}."
         )
 
 
 def _refuse_image_size(model: Model, towers: Towers) -> None:
     size = towers.preprocessing.size
     if model.force_image_size not in (None, size):
-        raise ValueError(
-            f"--force-image-size: must be {size} or left out, because --model {model.model} takes no other, got "
-            f"{model.force_image_size}."
-        )
+        raise ValueError(f"--force-image-size: must be {size} for --model {model.model}, got {model.force_image_size}.")
 
 
 def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
     if loss == "siglip" and towers.logit_bias is None:
         raise ValueError(
-            f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip. "
-            "Take a SigLIP model, or a CLIP model of open_clip, which is given a bias."
+            f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip."
         )
     if loss == "infonce" and towers.logit_bias is not None:
         towers.logit_bias.requires_grad_(False)

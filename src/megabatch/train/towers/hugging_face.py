@@ -163,13 +163,10 @@ def _kind(folder: str, config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     if kind in CLASSES:
         return cast(str, kind)
-    if not config and (Path(folder) / "open_clip_config.json").is_file():
-        hint = f"It is open_clip's: pass --model local-dir:{folder}"
-    elif kind == "siglip2":
-        hint = "Those take patches of images of any shape; SigLIP 2 of a fixed size is saved as siglip, and fits"
-    else:
-        hint = "Pass a folder that save_pretrained of CLIPModel or SiglipModel wrote"
-    raise ValueError(f"--model: {folder} must have a config.json with model_type clip or siglip, got {kind}. {hint}.")
+    hint = ""
+    if (Path(folder) / "open_clip_config.json").is_file():
+        hint = f" It is open_clip's: pass --model local-dir:{folder}."
+    raise ValueError(f"--model: {folder} must have a config.json with model_type clip or siglip, got {kind}.{hint}")
 
 
 def _load(model_class: Any, folder: str) -> Any:
@@ -181,10 +178,7 @@ def _load(model_class: Any, folder: str) -> Any:
         except Exception as error:
             raise ValueError(f"--model: {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"--model: {folder} must have all weights of a {model_class.__name__}, got none for {len(missing)}, "
-            f"among them {missing[0]}."
-        )
+        raise ValueError(f"--model: {folder} must have all weights, lacks {len(missing)}, among them {missing[0]}.")
     return model
 
 

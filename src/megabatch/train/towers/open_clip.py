@@ -17,14 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class OpenClipTowers(WrappedTowers):
-    """A model of open_clip with an image and a text tower.
+    """A model of open_clip with an image and a text tower. Arguments are those of its create_model.
 
-    Args:
-        name: As open_clip's create_model takes it, `local-dir:` and `hf-hub:` included.
-        init_logit_scale: 1/temperature at the start, where no weights say otherwise.
-        init_logit_bias: The same for the bias; `None` leaves it to the model whether it has one.
-        pretrained: A tag of open_clip or a file.
-        force_image_size: Side of the images, where the model can take others than its own.
+    Weights that say otherwise win over `init_logit_scale` and `init_logit_bias`. Without the latter it is left to the
+    model whether it has a bias.
     """
 
     def __init__(
@@ -192,10 +188,7 @@ def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
 
 
 def _not_two_towers(name: str, kind: str) -> str:
-    return (
-        f"--model: must be an image and a text tower, got {name!r}, which is a {kind}: it has parts that a contrastive "
-        "loss does not train."
-    )
+    return f"--model: must be an image and a text tower, got {name!r}, which is a {kind}."
 
 
 def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
@@ -203,7 +196,6 @@ def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
         return cast(Tokenizer, open_clip.get_tokenizer(name.replace("/", "-") if ":" not in name else name))
     except Exception as error:
         raise ValueError(
-            f"--model: the tokenizer of {name!r} must be at hand: open_clip looks for it on the Hugging Face hub, and "
-            f"got {_said(error)}. Run once with a network, or take a model with open_clip's own "
-            "tokenizer, such as ViT-B-32."
+            f"--model: the tokenizer of {name!r} must be at hand, got {_said(error)}. open_clip takes it from the "
+            "Hugging Face hub: run once with a network."
         ) from error

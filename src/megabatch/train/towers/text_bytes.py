@@ -22,8 +22,6 @@ class ByteTokenizer:
     end = _END[0]
 
     def __init__(self, length: int) -> None:
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"ByteTokenizer: length must be an integer, got {length!r}.")
         if length < 6:
             raise ValueError(f"ByteTokenizer: length must be at least 6, two marks and a character, got {length}.")
         self.length = length

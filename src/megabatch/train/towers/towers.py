@@ -87,10 +87,7 @@ class Towers(nn.Module, ABC):
 
     def export(self, folder: Path) -> None:
         """Write a folder that the library of the model loads. ValueError where it is of none."""
-        raise ValueError(
-            "export: the model must be one of open_clip or from a Hugging Face folder, got one of megabatch's own. "
-            "megabatch.load has it in Python."
-        )
+        raise ValueError("export: the model must be open_clip's or Hugging Face's, got one of megabatch's own.")
 
     def lock_image(self) -> None:
         """LiT: the image tower stays as it is, its projection and the statistics of its norms included."""
