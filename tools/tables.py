@@ -91,7 +91,7 @@ def _heading(case: Row) -> str:
 def _by_size(cases: list[Row]) -> str:
     """A row for each contender, a column for each size, and columns for what does not change with the size."""
     everyone = [row for case in cases for row in case["contenders"]]
-    absent = {row["name"] for row in everyone if row.get("status") == "not installed"}
+    absent = {row["name"] for row in everyone if _is_absent(row)}
     titles = {row["name"]: row.get("title") or row["name"] for row in everyone if row["name"] not in absent}
     sizes = list(dict.fromkeys(map(_size, cases)))
     cells = {(row["name"], _size(case)): row for case in cases for row in case["contenders"]}
@@ -105,6 +105,11 @@ def _by_size(cases: list[Row]) -> str:
     return "\n\n".join(filter(None, [_heading(cases[0]), table]))
 
 
+def _is_absent(row: Row) -> bool:
+    """Not installed, or not in a version that can be imported beside the others."""
+    return row.get("status") == "not installed" or "import" in (row.get("note") or "").lower()
+
+
 def _size(case: Row) -> str:
     return f"N = {case['rows']:,}" if "rows" in case else f"{case['ranks']} ranks"
 
@@ -113,6 +118,7 @@ def _cell(row: Row) -> str:
     if row.get("status", "ok") != "ok":
         return str(row["status"])
     figures = [report.seconds(row["median"])] if row.get("median") else []
+    figures += [f"{row['over_by_hand'][0]:.2f}×"] if row.get("over_by_hand") else []
     figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
     figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
     return "<br>".join(figures)
