@@ -511,8 +511,7 @@ def test_a_check_that_is_killed_leaves_what_it_has_found(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Check, "_report_exactness", killed)
-    with pytest.raises(KeyboardInterrupt):
-        main([*FLOAT, "clip_loss", "--json", str(path)])
+    assert main([*FLOAT, "clip_loss", "--json", str(path)]) == 130  # as of any program that Ctrl-C ended
     document = json.loads(path.read_text())
     assert document["verdict"] == "UNFINISHED - clip_loss was the last to end"
     assert document["comparisons"]

@@ -118,7 +118,7 @@ def growing(options: argparse.Namespace, folder: Path) -> bool:
     print("\nlargest batch: " + ", ".join(f"{rows:,} rows {title}" for title, rows in largest.items()))
     if importlib.util.find_spec("matplotlib") is not None and (curves := plot.curves_of(cases)):
         path = options.out / "demo.png"
-        plot.draw(curves, f"clip_loss, D={options.width}, {limit // 2**20} MiB for each process", path, limit)
+        plot.draw(curves, f"clip_loss, D={options.width}, {limit // 2**20} MiB for each process", path)
         print(f"plot: {path}")
     return largest["megabatch"] == max(largest.values())
 
