@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .containers import HALVES, Name
+from .containers import HALF_PRECISION, Name
 
 Transform = Callable[[Any], Any]
 Counts = Tensor | Sequence[int] | str | None  # rows per sample; "offsets": the argument holds their cumulative sum
@@ -64,7 +64,7 @@ class Argument:
         ends = [0, *accumulate(sizes)]
         if not self.split:
             # Gradients of all chunks are summed in float32.
-            wide = isinstance(self.value, Tensor) and self.value.dtype in HALVES and self.value.requires_grad
+            wide = isinstance(self.value, Tensor) and self.value.dtype in HALF_PRECISION and self.value.requires_grad
             return [self.value.float() if wide else self.value] * len(sizes)
         if self.cumulative:
             return [self.value[start : stop + 1] - self.value[start] for start, stop in pairwise(ends)]

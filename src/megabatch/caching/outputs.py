@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import described
-from .containers import HALVES, Leaf, Name, entries_of, flatten, is_array, with_entries
+from .containers import HALF_PRECISION, Leaf, Name, entries_of, flatten, is_array, with_entries
 from .state import versions
 
 PLAIN = (type(None), bool, int, float, str)  # short in an error
@@ -88,7 +88,7 @@ class Outputs:
         differences, self._differences = self._differences, {}
         for path, difference in differences.items():
             dtype = difference.dtype
-            tolerance = 0.05 if self._autocast or dtype in HALVES else 1e-5 if dtype == torch.float64 else 0.01
+            tolerance = 0.05 if self._autocast or dtype in HALF_PRECISION else 1e-5 if dtype == torch.float64 else 0.01
             if not bool(difference <= tolerance):
                 raise RuntimeError(
                     "chunked: the encoder must give the same in the backward, which runs it again, as in the forward, "

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from .batch import Batch
-from .containers import HALVES, Name, map_tensors, tensors_of
+from .containers import HALF_PRECISION, Name, map_tensors, tensors_of
 from .outputs import Outputs, selected
 from .state import State, versions
 from .transfer import Transfer
@@ -109,19 +109,19 @@ class _Modules(nn.ModuleList):
 def in_float32(encoder: Callable[..., Any], roots: Sequence[nn.Module]) -> Callable[..., Any]:
     """The encoder with bf16 and fp16 parameters that are cast from float32: their gradients are summed in float32."""
     modules = _Modules(roots)
-    halves = {
+    narrow = {
         f"{path}.{name}": parameter
         for path, module in modules.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dtype in HALVES and parameter.requires_grad and torch.is_grad_enabled()
+        if parameter.dtype in HALF_PRECISION and parameter.requires_grad and torch.is_grad_enabled()
     }
-    if not halves:
+    if not narrow:
         return encoder
-    wide = {parameter: parameter.float() for parameter in halves.values()}
+    wide = {parameter: parameter.float() for parameter in narrow.values()}
 
     def encode(*args: Any, **kwargs: Any) -> Any:
         cast = {parameter: wide[parameter].to(parameter.dtype) for parameter in wide}
-        parameters = {name: cast[parameter] for name, parameter in halves.items()}
+        parameters = {name: cast[parameter] for name, parameter in narrow.items()}
         return functional_call(modules, parameters, (encoder, *args), kwargs, tie_weights=False)
 
     return encode
