@@ -111,3 +111,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "SMALLEST_HUGE", 2**62)
     for owner, name in UNINITIALISED:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For two runs to be equal to the bit: a second thread may add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -32,13 +32,7 @@ FLAGS = ["--global-batch-size", "16", "--chunk-size", "8", "--workers", "0", "--
 FLAGS += ["--val-num-samples", "20", "--save-steps", "2", "--val-steps", "4", "--keep", "2", "--name", "run"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """In every process here, for two runs to be equal to the bit: a second thread may add up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -34,12 +34,7 @@ FLAGS = ["--global-batch-size", "16", "--chunk-size", "8", "--workers", "0", "--
 FLAGS += ["--save-steps", "1", "--keep", "0"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,10 @@ class Objective:
         if options.dense_loss and world.size > 1:
             raise ValueError(f"train: --dense-loss must run in one process, got {world.size} ranks. Leave it out.")
         if has_negatives and options.loss != "infonce":
-            raise ValueError(f"train: --loss must be infonce where samples have negatives, got {options.loss}.")
+            raise ValueError(
+                f"train: --loss must be infonce where samples have negatives, got {options.loss}. Pass --loss infonce, "
+                "or leave the negatives out of the data."
+            )
         if has_negatives and options.duplicates == "image":
             raise ValueError("train: --duplicates must be caption or none where samples have negatives, got image.")
         self.options, self.world = options, world

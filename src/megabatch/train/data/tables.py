@@ -109,9 +109,14 @@ def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Itera
                 if row:
                     yield row[image_column], row[caption_column]
         except csv.Error as error:
-            raise ValueError(f"{path}: line {reader.line_num} must be quoted as CSV is, got: {error}.") from None
+            raise ValueError(
+                f"{path}: line {reader.line_num} must be quoted as CSV is, got: {error}. Put a field with "
+                'separators or quotes in it in quotes, with "" for each quote.'
+            ) from None
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: must be UTF-8, is not after line {reader.line_num} ({error.reason}).") from None
+            raise ValueError(
+                f"{path}: must be UTF-8, is not after line {reader.line_num} ({error.reason}). Convert it with iconv."
+            ) from None
 
 
 def _column(path: Path, header: list[str], key: str, flag: str, separator: str) -> int:

@@ -84,7 +84,8 @@ def _refuse_image_size(model: Model, towers: Towers) -> None:
 def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
     if loss == "siglip" and towers.logit_bias is None:
         raise ValueError(
-            f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip."
+            f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip. "
+            "Take a SigLIP model, or a CLIP model of open_clip, which is given a bias."
         )
     if loss == "infonce" and towers.logit_bias is not None:
         towers.logit_bias.requires_grad_(False)
