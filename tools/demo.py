@@ -276,7 +276,7 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     with torch.no_grad():
         batch = make_prepare(towers, config, train=False)(source, [0] * len(source), range(len(source)))
         encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
-        images, texts = (normalize(x, dim=1) for x in (encoder.images(batch.first), encoder.texts(batch.second)))
+        images, texts = (normalize(x, dim=1) for x in (encoder.images(batch), encoder.texts(batch.second)))
     _, nearest = mb.similarity_topk(texts[:names], images, found)
     icons, cell, left, font = Icons(held_out=True), 76, 300, ImageFont.load_default(18)
     canvas = Image.new("RGB", (left + found * cell + 16, names * cell + 16), "white")
