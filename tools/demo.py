@@ -286,7 +286,8 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
         pen.text((16, top + cell // 2), icons[row].text[:28], (20, 20, 20), font, anchor="lm")
         for column, index in enumerate(indices):
             corner = (left + column * cell, top)
-            canvas.paste(icons.picture(index, cell - 20), (corner[0] + 10, corner[1] + 10))
+            icon = icons[index].image.convert("RGB").resize((cell - 20, cell - 20))
+            canvas.paste(icon, (corner[0] + 10, corner[1] + 10))
             if index == row:
                 pen.rectangle((*corner, corner[0] + cell - 3, corner[1] + cell - 3), outline=(0, 75, 160), width=4)
     canvas.save(path)
