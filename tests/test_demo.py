@@ -82,5 +82,7 @@ def test_the_trainer_is_run_as_people_run_it(tmp_path):
     words = [*demo.DATA, "--steps", "1", "--global-batch-size", "32", "--workers", "0"]
     found = demo.train(words, tmp_path / "logs" / "run")
     assert len(found.losses) == 1
+    demo.draw_retrieved(found.folder, tmp_path / "icons.png")  # the picture of the second act
+    assert (tmp_path / "icons.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(demo.Broke, match=r"(?s)ended with exit code 2.*--global-batch-size"):
         demo.train([*demo.DATA, "--global-batch-size", "0"], tmp_path / "logs" / "bad")
