@@ -80,6 +80,7 @@ def test_a_command_that_takes_more_than_its_limit_ends(tmp_path):
 
 def test_the_trainer_is_run_as_people_run_it(tmp_path):
     words = [*demo.DATA, "--steps", "1", "--global-batch-size", "32", "--workers", "0"]
+    words += ["--val-data", "icons", "--val-num-samples", "40"]
     found = demo.train(words, tmp_path / "logs" / "run")
     assert len(found.losses) == 1
     demo.draw_retrieved(found.folder, tmp_path / "icons.png")  # the picture of the second act
