@@ -1,120 +1,194 @@
 """Which samples make step t: a function of the seed, t and the global batch size, and of nothing else.
 
-Neither ranks nor workers nor what was read before come into it, so a run may be cut and shared out at will.
+Neither ranks nor workers nor what was read before come into it, so a run may be cut and shared out at will. Any step is
+found from its number, and nothing is kept per sample.
+
+A shard is read in blocks of neighbouring samples. What is left at its end, less than a block, is its tail.
 """
 
-import bisect
 import hashlib
-import itertools
-import math
-from collections.abc import Sequence
-from random import Random
 
 import torch
 from torch import Tensor
 
-from .source import Shard
-
-_WINDOW = 65_536
+_MAX_LANES = 256
+_MIN_WINDOW = 16_384  # samples
+_MAX_SORTED = 2**16  # The fewer numbers, the more a Feistel network's permutations have in common.
+_ROUNDS = 8
 
 
 class Order:
     """An endless stream of samples, pass after pass, of which step t is the t-th batch.
 
-    A pass takes the shards in an order of its own, cuts them into windows of neighbours with at least 65,536 samples,
-    and shuffles the samples of each window, so that a step reads from a few shards.
+    A pass has every sample once: the blocks of all shards in a random order, then their tails in a random order. It is
+    cut into windows of two batches or more, and a window into one strip per lane: whole blocks, except in the last
+    windows of a pass. A strip is shuffled, and dealt out to the rows of its lane, of which each step has `lane_rows`.
+    So a batch mixes blocks from everywhere, and a rank that has the same lanes in every step shares none with others.
 
     Args:
-        resampled: A pass draws as many shards as there are, with replacement, by their weights. All samples of a drawn
-            shard follow, so a sample is met as often as its shard's weight says, however large its shard.
-        shuffle: Otherwise: one pass in order, the last batch partial, and nothing afterwards.
+        counts: Number of samples of each shard. Samples are numbered through all shards.
+        block: Samples in a block.
+        weights: How often to draw a sample of each shard, relative to others, if `resampled`. None: all equally often.
+        resampled: Blocks and tails are drawn with replacement, by their number of samples and the weight of these. A
+            tail is repeated to the length of a block. A pass is then as many samples as there are, whichever they are.
+        shuffle: Otherwise: one pass in order, rows too, the last batch partial, and nothing afterwards.
+
+    Attributes:
+        lane_rows: Rows of each lane in a step. A step has all rows of the first lane, then those of the next.
+        window_blocks: Blocks in a window. The last windows of a pass may have more: tails are short, and the very last
+            has up to half as many samples again.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, seed: int, resampled: bool = False, shuffle: bool = True) -> None:
-        self._shards = [shard for shard in shards if shard.stop > shard.start]
-        self._seed, self._resampled, self._shuffle = seed, resampled, shuffle
-        weights = [shard.weight for shard in self._shards]
-        if not weights:
-            raise ValueError("Order: shards must hold at least one sample, got none.")
-        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-            raise ValueError(f"Order: weights must be finite, not negative, and not all 0, got {sorted(set(weights))}.")
-        self._length = sum(shard.stop - shard.start for shard in self._shards)
-        self._starts = [0]  # where each pass starts in a resampled stream, as far as known
-        self._pass: tuple[int, _Pass] | None = None
-        self._window: tuple[tuple[int, int], Tensor] | None = None
+    def __init__(
+        self,
+        counts: Tensor,
+        *,
+        seed: int,
+        batch_size: int,
+        block: int = 1,
+        weights: Tensor | None = None,
+        resampled: bool = False,
+        shuffle: bool = True,
+    ) -> None:
+        if not counts.any() or counts.min() < 0:
+            raise ValueError(f"Order: counts must be at least 0, and not all 0, got {_range(counts)}.")
+        self._counts, self._starts = counts, counts.cumsum(0) - counts
+        self._share_ends = _shares(counts, weights).cumsum(0)
+        self._seed, self._batch_size, self._resampled, self._shuffle = seed, batch_size, resampled, shuffle
+        self._length = int(counts.sum())
+        self._block = block = min(block, int(counts.max()))
+        self._full_block_ends = (counts // block).cumsum(0)
+        self._full_blocks = int(self._full_block_ends[-1])
+        self._lanes = max(lanes for lanes in range(1, _MAX_LANES + 1) if batch_size % lanes == 0)
+        self.lane_rows = batch_size // self._lanes
+        blocks_of_lane = -(-max(_MIN_WINDOW, 2 * batch_size) // (self._lanes * block))
+        self.window_blocks = self._lanes * blocks_of_lane
+        self._window_length = self.window_blocks * block
+        self._window: tuple[int, Tensor] | None = None
+        self._tails: tuple[int, Tensor, Tensor] | None = None
 
-    def of_step(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+    def of_step(self, step: int) -> tuple[Tensor, Tensor]:
         """The number of the pass, and the number of the sample, of each row of the global batch."""
-        position, end = step * batch_size, (step + 1) * batch_size
+        start, stop = step * self._batch_size, (step + 1) * self._batch_size
         if not self._shuffle:
-            end = min(end, self._length)
-        passes: list[Tensor] = []
-        samples: list[Tensor] = []
-        while position < end:
-            number, position_in_pass = self._find(position)
-            window, offset = self._pass_of(number).find(position_in_pass)
-            taken = self._samples_of(number, window)[offset : offset + end - position]
-            passes.append(torch.full_like(taken, number))
-            samples.append(taken)
-            position += len(taken)
-        if not samples:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        return torch.cat(passes), torch.cat(samples)
+            samples = torch.arange(start, max(start, min(stop, self._length)))
+            return torch.zeros_like(samples), samples
+        parts: list[Tensor] = []
+        position = start
+        while position < stop:
+            window_start, samples = self._window_at(position)
+            parts.append(samples[position - window_start : stop - window_start])
+            position += len(parts[-1])
+        passes = torch.arange(start, stop) // self._length
+        return self._lane_by_lane(passes), self._lane_by_lane(torch.cat(parts))
 
-    def _find(self, position: int) -> tuple[int, int]:
-        """The pass of a position in the stream, and the position in the pass."""
-        if not self._resampled:
-            return divmod(position, self._length)
-        while self._starts[-1] <= position:
-            self._starts.append(self._starts[-1] + self._pass_of(len(self._starts) - 1).length)
-        number = bisect.bisect_right(self._starts, position) - 1
-        return number, position - self._starts[number]
+    def _lane_by_lane(self, rows: Tensor) -> Tensor:
+        return rows.view(self.lane_rows, self._lanes).t().flatten()
 
-    def _pass_of(self, number: int) -> "_Pass":
-        if self._pass is None or self._pass[0] != number:
-            self._pass = number, _Pass(self._shards_of(number))
-        return self._pass[1]
-
-    def _shards_of(self, number: int) -> list[Shard]:
-        if not self._shuffle:
-            return self._shards
-        random = Random(f"{self._seed}/{number}/shards")
+    def _window_at(self, position: int) -> tuple[int, Tensor]:
+        """Where in the stream the window of a position starts, and the samples of the window."""
+        if self._window is not None and 0 <= position - self._window[0] < len(self._window[1]):
+            return self._window
         if self._resampled:
-            return random.choices(self._shards, [shard.weight for shard in self._shards], k=len(self._shards))
-        return random.sample(self._shards, len(self._shards))
+            start = position // self._window_length * self._window_length
+            strips = self._drawn(start)
+        else:
+            number, position_in_pass = divmod(position, self._length)
+            last = max(1, round(self._length / self._window_length)) - 1
+            window = min(position_in_pass // self._window_length, last)
+            first = window * self._window_length
+            strips = self._of_pass(number, first, self._length if window == last else first + self._window_length)
+            start = number * self._length + first
+        # Position p belongs to lane p % lanes. Sorted by lane, and at random within each, positions meet the strips.
+        positions = torch.arange(start, start + len(strips))
+        keys = (positions % self._lanes << 55) | (_random(positions, _key(self._seed, "positions")) >> 8)
+        samples = torch.empty_like(strips)
+        samples[keys.argsort(stable=True)] = strips
+        self._window = start, samples
+        return self._window
 
-    def _samples_of(self, number: int, window: int) -> Tensor:
-        if self._window is None or self._window[0] != (number, window):
-            shards = self._pass_of(number).windows[window]
-            samples = torch.cat([torch.arange(shard.start, shard.stop) for shard in shards])
-            if self._shuffle:
-                text = f"{self._seed}/{number}/{window}/samples"
-                seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-                samples = samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))]
-            self._window = (number, window), samples
-        return self._window[1]
+    def _of_pass(self, number: int, start: int, stop: int) -> Tensor:
+        """The samples from `start` up to `stop` of a pass, before its windows are shuffled."""
+        full = self._full_blocks * self._block
+        slots = torch.arange(min(start, full) // self._block, min(stop, full) // self._block)
+        blocks = _permuted(slots, self._full_blocks, _key(self._seed, "blocks", number))
+        shards = torch.searchsorted(self._full_block_ends, blocks, right=True)
+        blocks_in_shard = blocks - self._full_block_ends[shards] + self._counts[shards] // self._block
+        samples = self._starts[shards] + blocks_in_shard * self._block
+        samples = (samples[:, None] + torch.arange(self._block)).flatten()
+        if stop <= full:
+            return samples
+        ends, shifts = self._tails_of(number)
+        positions = torch.arange(max(start, full), stop) - full
+        return torch.cat([samples, positions + shifts[torch.searchsorted(ends, positions, right=True)]])
+
+    def _tails_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Where each tail ends among the tails of a pass, and how far ahead of that its samples' numbers are."""
+        if self._tails is None or self._tails[0] != number:
+            shards = (self._counts % self._block).nonzero()[:, 0]
+            slots = torch.arange(len(shards))
+            shards = shards[_permuted(slots, len(shards), _key(self._seed, "tails", number))]
+            ends = (self._counts[shards] % self._block).cumsum(0)
+            self._tails = number, ends, self._starts[shards] + self._counts[shards] - ends
+        return self._tails[1:]
+
+    def _drawn(self, start: int) -> Tensor:
+        """The samples of a resampled window, before it is shuffled."""
+        slots = torch.arange(start // self._block, (start + self._window_length) // self._block)
+        share = (_random(slots, _key(self._seed, "shards")) >> 10).double() / 2**53
+        shards = torch.searchsorted(self._share_ends, share * self._share_ends[-1], right=True)
+        drawn = _random(slots, _key(self._seed, "samples")) % self._counts[shards]
+        in_block = drawn % self._block
+        first = drawn - in_block
+        sizes = (self._counts[shards] - first).clamp(max=self._block)
+        # Starting from any sample, so that none of a block that is repeated is met more often than others.
+        turns = (in_block[:, None] + torch.arange(self._block)) % sizes[:, None]
+        return ((self._starts[shards] + first)[:, None] + turns).flatten()
 
 
-class _Pass:
-    """The windows of one pass, and where each starts."""
+def _shares(counts: Tensor, weights: Tensor | None) -> Tensor:
+    weights = torch.ones(len(counts), dtype=torch.float64) if weights is None else weights.double()
+    if len(weights) != len(counts):
+        raise ValueError(f"Order: weights must be one per shard, got {len(weights)} for {len(counts)}.")
+    shares = weights * counts
+    if not weights.min() >= 0 or not 0 < shares.sum() < torch.inf:
+        raise ValueError(
+            "Order: weights must be finite, not negative, and not all 0 (shards without samples do not count), "
+            f"got {_range(weights)}."
+        )
+    return shares
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.windows: list[list[Shard]] = [[]]
-        lengths = [0]
-        for shard in shards:
-            if lengths[-1] >= _WINDOW:
-                self.windows.append([])
-                lengths.append(0)
-            self.windows[-1].append(shard)
-            lengths[-1] += shard.stop - shard.start
-        if len(lengths) > 1 and lengths[-1] < _WINDOW:
-            rest, length = self.windows.pop(), lengths.pop()
-            self.windows[-1] += rest
-            lengths[-1] += length
-        self._starts = [0, *itertools.accumulate(lengths)]
-        self.length = self._starts[-1]
 
-    def find(self, position: int) -> tuple[int, int]:
-        """The window of a position in this pass, and the position in the window."""
-        window = bisect.bisect_right(self._starts, position) - 1
-        return window, position - self._starts[window]
+def _range(values: Tensor) -> str:
+    return f"{values.min().item()} to {values.max().item()}" if len(values) else "none"
+
+
+def _permuted(slots: Tensor, size: int, key: int) -> Tensor:
+    """What a permutation of the numbers below `size`, drawn by the key, has in these slots."""
+    if size <= _MAX_SORTED:
+        return _random(torch.arange(size), key).argsort(stable=True)[slots]
+    # A Feistel network permutes the numbers of 2 * half bits. Those it sends outside go through it again.
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    permuted, outside = slots.clone(), torch.arange(len(slots))
+    while len(outside):
+        left, right = permuted[outside] >> half, permuted[outside] & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_random((number << half) | right, key) & mask)
+        permuted[outside] = (left << half) | right
+        outside = outside[permuted[outside] >= size]
+    return permuted
+
+
+def _random(positions: Tensor, key: int) -> Tensor:
+    """What SplitMix64 with this seed gives at these positions, without its highest bit."""
+    bits = positions * (0x9E3779B97F4A7C15 - 2**64) + key  # Products wrap around, as they do there.
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+        shifted = (bits >> shift) & (2 ** (64 - shift) - 1)  # `>>` alone repeats the sign.
+        bits = (bits ^ shifted) * factor
+    return bits & (2**63 - 1)
+
+
+def _key(*parts: object) -> int:
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
