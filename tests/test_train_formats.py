@@ -1,14 +1,50 @@
 """Formats of training data: names of images and captions, tables, JSON lines, folders and Parquet."""
 
+import io
 import json
+import multiprocessing
 import pickle
 from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from megabatch.train.data import parquet, storage
 from megabatch.train.data.captions import Captioned, Fields, drawn
-from megabatch.train.data.source import LARGEST_TEXT, BadSample, Sample
+from megabatch.train.data.folders import CaptionedFolder
+from megabatch.train.data.pairs import TextPairs
+from megabatch.train.data.parquet import Parquet
+from megabatch.train.data.source import LARGEST_TEXT, BadSample, Sample, Source, Unread
+from megabatch.train.data.tables import Table, open_lines
+
+from .ranks import PATIENCE
+
+pyarrow = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def png(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (4, 4), number).save(file, "PNG")
+    return file.getvalue()
+
+
+def write(folder: Path, **files: bytes | str) -> None:
+    """Files by their names, with "__" for a dot and "___" for a slash."""
+    for name, data in files.items():
+        path = folder / name.replace("___", "/").replace("__", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def texts(source: Source) -> list[str]:
+    """Of all samples of a copy, as another process has it."""
+    source = pickle.loads(pickle.dumps(source))
+    return [source[index].text for index in range(len(source))]
+
 
 # Files of a sample
 
@@ -76,7 +112,7 @@ def test_files_that_make_no_sample_are_a_bad_sample(case: str) -> None:
 
 def test_flags_have_semicolons_between_names() -> None:
     assert Fields.of_flags("jpg; png;", "txt", "a;b", [1.0]) == Fields(("jpg", "png"), ("txt",), ("a", "b"), (1.0,))
-    assert Fields.of_flags(None, None, None, None) == Fields()
+    assert Fields.of_flags(None, None, None, []) == Fields()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +123,6 @@ def test_flags_have_semicolons_between_names() -> None:
         ((None, None, "a;b", [0.0, 0.0]), r"not all 0, got 0.0 0.0"),
         ((None, None, "a;b", [1.0, -1.0]), r"at least 0.*got 1.0 -1.0"),
         ((None, None, "a", [float("nan")]), "finite.*got nan"),
-        ((" ; ", None, None, None), r"--image-key: must have a name.*got ' ; '"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(flags: Any, message: str) -> None:
@@ -125,3 +160,342 @@ def test_captions_are_drawn_equally_often_or_by_their_weights() -> None:
 def test_a_sample_with_one_caption_keeps_it() -> None:
     sample = pickle.loads(pickle.dumps(Fields().sample_of({"jpg": b"J", "json": as_json(caption="c")})))
     assert drawn(sample, 0, 0, 0) is sample
+
+
+# Tables
+
+
+def test_rows_of_one_image_are_samples_or_captions_of_one(tmp_path: Path) -> None:
+    write(tmp_path, a__png=png(1), b__png=png(2))
+    write(tmp_path, t__tsv="filepath\ttitle\na.png\tone\nb.png\ttwo\na.png\tthree\n")
+    assert texts(Table(tmp_path / "t.tsv")) == ["one", "two", "three"]
+    assert not Table(tmp_path / "t.tsv").has_negatives
+    grouped = Table(tmp_path / "t.tsv", per_image=True)
+    assert [(grouped[index].text, grouped[index].captions) for index in (0, 1)] == [("one", ("three",)), ("two", ())]
+    assert (len(grouped), grouped.has_negatives) == (2, True)
+    assert [grouped[index].image for index in (0, 1)] == [png(1), png(2)]
+    assert grouped.name(1) == str(tmp_path / "b.png")
+    assert grouped.fingerprint() != Table(tmp_path / "t.tsv").fingerprint()
+
+
+# JSON lines
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_lines_with_images_are_a_table(tmp_path: Path) -> None:
+    write(tmp_path, images___a__png=png(1), images___b__png=png(2))
+    path = write_lines(
+        tmp_path / "t.jsonl",
+        {"image": "images/a.png", "caption": "one", "text": "not this"},
+        "",
+        {"file_name": "images/b.png", "captions": ["two", "three"]},
+        {"image": "images/b.png", "caption": None, "title": "four"},
+        {"image": "images/b.png", "caption": ""},
+    )
+    source = open_lines(path, Fields(), per_image=False)
+    assert texts(source) == ["one", "two", "three", "four", ""]
+    assert source[1].image == png(2)
+    assert open_lines(path, Fields(), per_image=True)[1].captions == ("three", "four", "")
+    named = write_lines(tmp_path / "named.jsonl", {"jpg": "images/a.png", "long": "", "short": "s", "caption": "c"})
+    assert texts(open_lines(named, Fields(("jpg",), (), ("long", "short")), per_image=False)) == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"caption": "c"}, r"path of an image \(image, .*has caption. Name them with --image-key"),
+        ({"image": 5, "caption": "c"}, "path of an image"),
+        ({"image": "a.png", "alt": "c"}, r"and a caption \(caption, .*has image, alt. Name"),
+        ("{", "must be a JSON object"),
+    ],
+)
+def test_lines_without_image_or_caption_are_refused(tmp_path: Path, line: Any, message: str) -> None:
+    write(tmp_path, a__png=png(1))
+    path = write_lines(tmp_path / "t.jsonl", {"image": "a.png", "caption": "c"}, line)
+    with pytest.raises(ValueError, match=f"t.jsonl: line 2 .*{message}"):
+        open_lines(path, Fields(), per_image=False)
+
+
+def test_lines_without_images_are_pairs_of_texts(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        {"query": "q0", "positive": "p0", "text": "not this"},
+        {"anchor": "q1", "positive": "p1", "negative": "n1"},
+        {"query": "q2", "positive": "p2", "negative_1": "n2", "negative_2": ["n3", "n4"], "negativity": "not this"},
+    )
+    source = pickle.loads(pickle.dumps(open_lines(path, Fields(), per_image=False)))
+    assert isinstance(source, TextPairs)
+    assert [(source[index].query, source[index].text, source[index].negatives) for index in range(3)] == [
+        ("q0", "p0", ()),
+        ("q1", "p1", ("n1",)),
+        ("q2", "p2", ("n2", "n3", "n4")),
+    ]
+    with pytest.raises(ValueError, match="must have a JSON object per line"):
+        open_lines(write_lines(tmp_path / "empty.jsonl", " "), Fields(), per_image=False)
+
+
+# Folders
+
+
+def test_a_folder_gives_images_with_the_captions_beside_them(tmp_path: Path) -> None:
+    write(tmp_path, b__v2__png=png(1), b__v2__txt="one", b__txt="not this", deep___er___c__JPG=png(2))
+    write(tmp_path, deep___er___c__JSON=as_json(caption="two"), a__png=png(3), a__txt="three", README__md="", notes="")
+    write(tmp_path, __hidden___d__png=png(4), __hidden___d__txt="not this", __e__png=png(4), __e__txt="not this")
+    (tmp_path / "deep" / "round").symlink_to(tmp_path)
+    source = CaptionedFolder(tmp_path)
+    assert texts(source) == ["three", "one", "two"]
+    assert [source[index].image for index in range(3)] == [png(3), png(1), png(2)]
+    assert [source.name(index) for index in (1, 2)] == [str(tmp_path / "b.v2.png"), str(tmp_path / "deep/er/c.JPG")]
+    before = source.fingerprint()
+    write(tmp_path, a__png=png(3) + b"longer")
+    assert CaptionedFolder(tmp_path).fingerprint() != before
+
+
+def test_images_of_a_folder_without_captions_are_bad_samples(tmp_path: Path) -> None:
+    write(tmp_path, a__png=png(1), b__png=png(2), b__txt="b", c__png=png(3), c__txt="c")
+    source = CaptionedFolder(tmp_path)
+    (tmp_path / "c.txt").unlink()
+    for index, reason in ((0, "^no caption$"), (2, "no such file")):
+        with pytest.raises(BadSample, match=reason):
+            source[index]
+    assert source[1].text == "b"
+
+
+def test_a_folder_that_has_no_images_or_no_captions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere: .*has no images. Put a.txt"):
+        CaptionedFolder(tmp_path / "nowhere")
+    write(tmp_path, a__png=png(1), a__cap="c", b__png=png(2))
+    with pytest.raises(ValueError, match=r"a.png: no caption, and none of .* or name other suffixes with --image-key"):
+        CaptionedFolder(tmp_path)
+    assert CaptionedFolder(tmp_path, Fields(text_keys=("cap",)))[0].text == "c"
+
+
+# Parquet
+
+
+def write_parquet(path: Path, rows: int = 10, row_group_size: int = 4, start: int = 0, **columns: Any) -> Path:
+    numbers = range(start, start + rows)
+    columns = columns or {"image": [png(n) for n in numbers], "caption": [f"caption {n}" for n in numbers]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pyarrow.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def test_rows_of_parquet_files_are_samples_and_row_groups_are_shards(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "sub/b.parquet", 3, start=10)
+    source = Parquet(str(tmp_path))
+    assert texts(source) == [f"caption {number}" for number in range(13)]
+    assert [source[index].image for index in range(13)] == [png(number) for number in range(13)]
+    assert (source.counts.tolist(), source.block) == ([4, 4, 2, 3], 4)
+    assert (source.texts_only, source.has_negatives) == (False, False)
+    assert source.name(9) == f"{tmp_path / 'a.parquet'}: row 9"
+    assert source.name(12) == f"{tmp_path / 'sub/b.parquet'}: row 2"
+    assert texts(Parquet(str(tmp_path / "*.parquet"))) == [f"caption {number}" for number in range(10)]
+
+
+def test_the_fingerprint_of_parquet_files_changes_with_their_rows(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    before = Parquet(str(path)).fingerprint()
+    assert before == Parquet(str(path)).fingerprint()
+    assert before[0].startswith(f"a.parquet: {path.stat().st_size} bytes, 10 samples")
+    write_parquet(path, row_group_size=5)
+    assert Parquet(str(path)).fingerprint() != before
+
+
+def test_sources_of_parquet_files_have_weights(tmp_path: Path) -> None:
+    one, two = write_parquet(tmp_path / "1.parquet"), write_parquet(tmp_path / "2.parquet", 3)
+    assert Parquet(f"{one}::{two}", factors="1::3").weights.tolist() == [1, 1, 1, 3]  # type: ignore[union-attr]
+
+
+IMAGES: dict[str, Callable[[Path], Any]] = {
+    "large bytes": lambda folder: pyarrow.array([png(1), png(2)], pyarrow.large_binary()),
+    "path": lambda folder: ["one.png", str(folder / "two.png")],
+    "struct with bytes": lambda folder: [{"bytes": png(1), "path": "x.png"}, {"bytes": png(2), "path": None}],
+    "struct with path": lambda folder: [{"bytes": None, "path": str(folder / "one.png")}, {"bytes": png(2)}],
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_are_bytes_or_paths_or_structs_of_them(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, one__png=png(1), two__png=png(2))
+    captions = pyarrow.array(["a", "b"]).dictionary_encode()
+    source = Parquet(str(write_parquet(tmp_path / "a.parquet", image=IMAGES[kind](tmp_path), caption=captions)))
+    assert [(source[index].image, source[index].text) for index in (0, 1)] == [(png(1), "a"), (png(2), "b")]
+
+
+def test_captions_are_columns_or_lists_in_them(tmp_path: Path) -> None:
+    columns = {"jpg": [png(1)] * 3, "long": ["L", None, ""], "short": [["s", "t"], ["u"], []], "text": ["x"] * 3}
+    path = str(write_parquet(tmp_path / "a.parquet", **columns))
+    assert texts(Parquet(path)) == ["x"] * 3
+    source = Parquet(path, Fields(json_text_keys=("long", "short"), probs=(1, 3)))
+    assert [(source[index].text, source[index].captions) for index in (0, 1)] == [("L", ("s", "t")), ("u", ())]
+    assert isinstance(source[0], Captioned)
+    assert source[0].weights == (1, 1.5, 1.5)
+    with pytest.raises(BadSample, match="no caption"):
+        source[2]
+
+
+def test_parquet_files_of_texts_have_negatives(tmp_path: Path) -> None:
+    columns = {"anchor": ["q0", "q1", None], "positive": ["p0", "p1", "p2"], "score": [1, 2, 3]}
+    path = str(write_parquet(tmp_path / "a.parquet", **columns))
+    assert not Parquet(path).has_negatives
+    columns |= {"negative_1": ["n0", None, "n"], "negative_2": ["n1", "n2", "n"], "negatives": [["n3"], None, []]}
+    source = Parquet(str(write_parquet(tmp_path / "a.parquet", **columns)))
+    assert (source.texts_only, source.has_negatives) == (True, True)
+    assert [(source[index].query, source[index].text, source[index].negatives) for index in (0, 1)] == [
+        ("q0", "p0", ("n0", "n1", "n3")),
+        ("q1", "p1", ("n2",)),
+    ]
+    with pytest.raises(BadSample, match="no pair of texts"):
+        source[2]
+
+
+def test_folders_of_hugging_face_datasets_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.List(datasets.Value("string"))})
+    rows = {
+        "image": [{"bytes": png(n), "path": None} for n in range(150)],
+        "caption": [[f"{n}", "b"] for n in range(150)],
+    }
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    dataset.save_to_disk(tmp_path / "saved", num_shards=2)
+    dataset.to_parquet(tmp_path / "parquet" / "0.parquet", batch_size=40)
+    write(tmp_path, saved___cache__arrow="what `map` has left there")
+    for folder, counts, block in (("saved", [75, 75], 64), ("parquet", [40, 40, 40, 30], 40)):
+        source = Parquet(str(tmp_path / folder))
+        assert texts(source) == [f"{number}" for number in range(150)]
+        assert (source[149].image, source[149].captions) == (png(149), ("b",))
+        assert (source.counts.tolist(), source.block) == (counts, block)
+        assert len(source.fingerprint()) == len(set(source.fingerprint())) == (2 if folder == "saved" else 1)
+    datasets.DatasetDict(train=dataset, extra=dataset).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"splits: must be one split, holds extra, train\. Name the files or"):
+        Parquet(str(tmp_path / "splits"))
+    assert len(Parquet(str(tmp_path / "splits/extra"))) == 150
+
+
+def test_a_folder_with_files_of_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        write_parquet(tmp_path / "data" / f"{name}.parquet")
+    with pytest.raises(ValueError, match="must be one split, holds test, train"):
+        Parquet(str(tmp_path))
+    assert len(Parquet(str(tmp_path / "data" / "train-*.parquet"))) == 10
+
+
+def test_parquet_files_may_be_remote(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    for name in ("a", "sub/b"):
+        fsspec.filesystem("memory").pipe(f"/formats/{name}.parquet", write_parquet(tmp_path / "x.parquet").read_bytes())
+    source = Parquet("memory://formats/")
+    assert texts(source) == [f"caption {number}" for number in range(10)] * 2
+    assert source[19].image == png(9)
+
+
+def test_each_row_group_is_read_once_and_few_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of two row groups at a time, in turn."""
+    source = Parquet(str(write_parquet(tmp_path / "a.parquet", 24)))
+    reads: Counter[tuple[int, int]] = Counter()
+
+    def counting(url: str, start: int, stop: int) -> bytes:
+        reads[start, stop] += 1
+        return read(url, start, stop)
+
+    read = storage.read
+    monkeypatch.setattr(storage, "read", counting)
+    source.keep(2)
+    source = pickle.loads(pickle.dumps(source))
+    order = [8 * pair + index for pair in range(3) for index in (0, 4, 1, 5, 2, 6, 3, 7)]
+    assert [source[index].text for index in order] == [f"caption {index}" for index in order]
+    assert len(reads) == 6
+    assert set(reads.values()) == {1}
+    for index in range(24):
+        source[index]
+    assert set(reads.values()) == {2}
+
+
+def test_row_groups_can_be_read_after_a_fork(tmp_path: Path) -> None:
+    source = Parquet(str(write_parquet(tmp_path / "a.parquet", 24)))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(texts, (source,)).get(PATIENCE) == texts(source)
+
+
+def test_row_groups_that_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "LARGEST_HELD", 3000)
+    captions = ["x" * 99 for _ in range(30)] + ["y" * 99 for _ in range(2)]
+    images = [png(number) for number in range(32)]
+    path = write_parquet(
+        tmp_path / "a.parquet", row_group_size=30, image=images, caption=captions, other=["z" * 9999] * 32
+    )
+    source = Parquet(str(path))
+    source.keep(1)
+    with pytest.raises(ValueError, match=r"a.parquet: must have smaller row groups: .*holds 2 .*row_group_size"):
+        source.keep(100)
+
+
+def test_a_damaged_row_group_is_unread_and_the_others_are_not(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", 12)
+    source = Parquet(str(path))
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    with path.open("r+b") as file:
+        file.seek(column.dictionary_page_offset)
+        file.write(bytes(column.total_compressed_size))
+    source = pickle.loads(pickle.dumps(source))
+    for index in range(12):
+        if 4 <= index < 8:
+            with pytest.raises(Unread, match=r"a.parquet, row group 1: "):
+                source[index]
+        else:
+            assert source[index].text == f"caption {index}"
+
+
+def test_a_parquet_file_that_has_gone_is_unread(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    source = pickle.loads(pickle.dumps(Parquet(str(path))))
+    path.unlink()
+    with pytest.raises(Unread, match=r"a.parquet, row group 2: "):
+        source[9]
+
+
+def columns(names: Sequence[str]) -> dict[str, list[Any]]:
+    return {name: [png(1) if name == "image" else "text"] for name in names}
+
+
+def test_parquet_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    for data, message in (
+        (b"", "must be a whole Parquet file"),
+        (path.read_bytes()[:-9], "must be a whole Parquet file"),
+    ):
+        write(tmp_path, broken__parquet=data)
+        with pytest.raises(ValueError, match=f"broken.parquet: {message}.*Fetch or write it anew"):
+            Parquet(str(tmp_path))
+    write_parquet(tmp_path / "broken.parquet", **columns(["image", "text"]))
+    with pytest.raises(ValueError, match=r"broken.parquet: must have the columns of .*a.parquet, lacks caption"):
+        Parquet(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["url", "caption"], "row 0: no pair of texts, .*has the columns url, caption. Name those .* with --image-key"),
+        (["image", "alt"], "row 0: no caption, .*has the columns image, alt. Name"),
+        (["query", "text"], "row 0: no pair of texts"),
+    ],
+)
+def test_parquet_files_without_the_columns_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"a.parquet: {message}"):
+        Parquet(str(write_parquet(tmp_path / "a.parquet", **columns(names))))
+
+
+def test_images_that_are_pixels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 0: no image, "):
+        Parquet(str(write_parquet(tmp_path / "a.parquet", image=[[[0, 1], [2, 3]]], caption=["c"])))
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a.parquet: must have rows, has none"):
+        Parquet(str(write_parquet(tmp_path / "a.parquet", image=[], caption=[])))

@@ -8,32 +8,32 @@ from random import Random
 from typing import Any
 
 from .images import content_key
-from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, Sample
+from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, Sample, Source
 
 IMAGE_SUFFIXES = ("jpg", "png", "jpeg", "webp")
 IMAGE_COLUMNS = ("image", "filepath", "file_name", *IMAGE_SUFFIXES)
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "txt")
+_FIRST = 64  # samples, to find out whether any can be used
 
 
 @dataclass(frozen=True)
 class Captioned(Sample):
-    """A sample with weights of `text` and of each of `captions`, where they are not drawn equally often."""
+    """A sample with weights of `text` and of each of `captions`, which are drawn in proportion to them."""
 
     weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of image and captions, as OpenCLIP 4's flags give them. Of several names, the first that is there counts.
+    """Names of images and captions, as OpenCLIP 4's flags give them. Of several names, the first that is there counts.
 
     Attributes:
-        image_keys: Suffixes of image files, or columns. Default: `IMAGE_SUFFIXES`, `IMAGE_COLUMNS`.
-        text_keys: Suffixes of caption files, or columns. Default: txt, or else the caption in a sample's json file;
-            `CAPTION_COLUMNS`.
-        json_text_keys: Keys of a sample's json file, or columns, instead of `text_keys`. Each value is a caption or a
-            list of captions; the first key that has any counts.
-        probs: Weights of the first of `json_text_keys`. Keys with a weight all count, each caption is drawn as often
-            as its key's weight says; keys of weight 0 count where no key with a weight has a caption.
+        image_keys: Suffixes of files, or columns. Default: `IMAGE_SUFFIXES`, `IMAGE_COLUMNS`.
+        text_keys: The same of captions. Default: txt, or else the "caption" of a json file; `CAPTION_COLUMNS`.
+        json_text_keys: Keys of a sample's json file, or columns, instead of `text_keys`. A value is a caption or a list
+            of captions. The first key with a caption counts.
+        probs: Weights of the first of these keys. Captions of all keys with a weight count, and are drawn by it. Keys
+            of weight 0 count where there are none.
     """
 
     image_keys: tuple[str, ...] = ()
@@ -50,16 +50,10 @@ class Fields:
             raise ValueError(f"--json-text-key-probs: must be finite, at least 0, and not all 0, got {got}.")
 
     @classmethod
-    def of_flags(
-        cls, image_key: str | None, text_key: str | None, json_text_key: str | None, probs: Sequence[float] | None
-    ) -> "Fields":
+    def of_flags(cls, image: str | None, text: str | None, json_text: str | None, probs: Sequence[float]) -> "Fields":
         """Of names with semicolons between them."""
-        return cls(
-            _split("--image-key", image_key),
-            _split("--text-key", text_key),
-            _split("--json-text-key", json_text_key),
-            tuple(probs or ()),
-        )
+        split = [tuple(filter(None, map(str.strip, (keys or "").split(";")))) for keys in (image, text, json_text)]
+        return cls(*split, probs=tuple(probs))
 
     def image_key(self, suffixes: Container[str]) -> str:
         """Which of a sample's files is the image. Suffixes are in lower case, without the dot."""
@@ -67,12 +61,11 @@ class Fields:
 
     def text_key(self, suffixes: Container[str]) -> str:
         """Which of a sample's files has the captions."""
-        if self.json_text_keys:
-            return _first(["json"], suffixes, "no caption")
-        return _first([*(self.text_keys or ["txt"]), "json"], suffixes, "no caption")
+        texts = () if self.json_text_keys else self.text_keys or ("txt",)
+        return _first([*texts, "json"], suffixes, "no caption")
 
     def sample_of(self, files: Mapping[str, bytes]) -> Sample:
-        """Of its files by their suffixes. It reads those that `image_key` and `text_key` name, and no others."""
+        """Of its files by their suffixes. Those that `image_key` and `text_key` do not name need not be there."""
         text_key = self.text_key(files)
         image, text = files[self.image_key(files)], files[text_key]
         if len(image) > LARGEST_FILE or len(text) > LARGEST_TEXT:
@@ -89,17 +82,17 @@ class Fields:
             raise BadSample("json is not an object")
         return self.captioned(image, values, self.json_text_keys or ("caption",), "no caption in json")
 
-    def captioned(
-        self, image: bytes, values: Mapping[str, Any], keys: Sequence[str], missing: str = "no caption"
-    ) -> Sample:
-        """An image with the captions that are the values of these keys. Values that are no texts do not count."""
+    @property
+    def columns(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Of images and of captions, in tables."""
+        return self.image_keys or IMAGE_COLUMNS, self.json_text_keys or self.text_keys or CAPTION_COLUMNS
+
+    def captioned(self, image: bytes, values: Mapping[str, Any], keys: Sequence[str], missing: str) -> Sample:
+        """An image with the values of these keys. What is no text does not count."""
         groups = [_texts(values.get(key)) for key in keys]
-        probs = self.probs + (0.0,) * (len(keys) - len(self.probs))
-        weighted = [
-            (text, prob / len(group)) for group, prob in zip(groups, probs, strict=True) for text in group if prob
-        ]
-        if not weighted:
-            weighted = [(text, 1.0) for text in next(filter(None, groups), [])]
+        weights_of_groups = zip(groups, self.probs, strict=False)
+        weighted = [(text, prob / len(group)) for group, prob in weights_of_groups for text in group if prob]
+        weighted = weighted or [(text, 1.0) for text in texts_of(values, keys)]
         if not weighted:
             raise BadSample(missing)
         (text, *others), weights = zip(*weighted, strict=True)
@@ -111,16 +104,20 @@ def drawn(sample: Sample, seed: int, number: int, index: int) -> Sample:
     if not sample.captions:
         return sample
     weights = sample.weights if isinstance(sample, Captioned) else None
-    random = Random(f"{seed}/{number}/{index}/caption")
-    (text,) = random.choices((sample.text, *sample.captions), weights)
+    (text,) = Random(f"{seed}/{number}/{index}/caption").choices((sample.text, *sample.captions), weights)
     return replace(sample, text=text, captions=())
 
 
-def _split(flag: str, keys: str | None) -> tuple[str, ...]:
-    names = tuple(key.strip() for key in (keys or "").split(";") if key.strip())
-    if keys is not None and not names:
-        raise ValueError(f"{flag}: must have a name, or several with ; between them, got {keys!r}.")
-    return names
+def check_first(source: Source, advice: str) -> None:
+    """Raises ValueError where none of the first samples can be used."""
+    reason = None
+    for index in range(min(_FIRST, len(source))):
+        try:
+            source[index]
+            return
+        except BadSample as error:  # noqa: PERF203
+            reason = reason or error
+    raise ValueError(f"{source.name(0)}: {reason}, and none of the samples after it can be used. {advice}")
 
 
 def _first(keys: Sequence[str], suffixes: Container[str], missing: str) -> str:
@@ -128,6 +125,11 @@ def _first(keys: Sequence[str], suffixes: Container[str], missing: str) -> str:
     if key is None:
         raise BadSample(missing)
     return key
+
+
+def texts_of(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """The captions of the first of these keys that has any."""
+    return next((texts for texts in (_texts(values.get(key)) for key in keys) if texts), [])
 
 
 def _texts(value: Any) -> list[str]:

@@ -1,17 +1,18 @@
-"""Tables of image files and captions: OpenCLIP's CSV and TSV files, and COCO's annotations."""
+"""Tables of image files and captions: OpenCLIP's CSV and TSV files, COCO's annotations, and JSON lines."""
 
 import csv
 import difflib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..fingerprint import data_line
+from .captions import Fields, texts_of
 from .images import content_key, read_file
+from .pairs import TextPairs, json_object
 from .source import LARGEST_LINE, BadSample, Sample, Source, Strings, check_file, lines_of, printable
 
 _LARGEST_JSON = 2**31  # bytes: it is read as a whole
@@ -24,7 +25,8 @@ class Table(Source):
 
     Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
     OpenCLIP's do: one or the other for the whole file. A file whose name ends in .json is one of COCO's: "images" with
-    id and file_name, "annotations" with image_id and caption.
+    id and file_name, "annotations" with image_id and caption. One whose name ends in .jsonl has a JSON object per line,
+    with the path of an image and a caption or a list of captions, named as `fields` says.
 
     Args:
         per_image: Rows that name the same file are one sample, with several captions. Otherwise each is a sample.
@@ -37,42 +39,60 @@ class Table(Source):
         separator: str = "\t",
         image_key: str = "filepath",
         caption_key: str = "title",
+        fields: Fields | None = None,
         per_image: bool = False,
     ) -> None:
         self._path = Path(path)
-        is_coco = self._path.suffix == ".json"
-        rows = _coco_rows(self._path) if is_coco else _rows(self._path, separator, image_key, caption_key)
-        samples: dict[Any, list[str]] = {}
-        for number, (file, caption) in enumerate(rows):
-            samples.setdefault(file if per_image else (number, file), []).append(caption)
-        files = [key if per_image else key[1] for key in samples]
-        captions = [caption for group in samples.values() for caption in group]
-        if not files:
+        if self._path.suffix == ".json":
+            rows = _coco_rows(self._path)
+        elif self._path.suffix == ".jsonl":
+            rows = _json_rows(self._path, fields or Fields())
+        else:
+            rows = _rows(self._path, separator, image_key, caption_key)
+        self._rows = Strings(itertools.chain.from_iterable(rows))  # file, caption, file, caption, ...
+        count = len(self._rows) // 2
+        if not count:
             raise ValueError(f"{path}: must have rows below its header, has none.")
-        self._folder = _folder(self._path, files)
-        self._files, self._captions = Strings(files), Strings(captions)
-        self.has_negatives = len(captions) > len(files)  # further captions come where negatives do
-        self._starts = torch.tensor([0, *itertools.accumulate(map(len, samples.values()))])
+        self._folder = image_folder(self._path, (self._rows[2 * row] for row in range(count)))
+        sample_of_row = torch.arange(count)
+        if per_image:
+            samples: dict[str, int] = {}
+            for row in range(count):
+                sample_of_row[row] = samples.setdefault(self._rows[2 * row], len(samples))
+        self._row_of_caption = sample_of_row.argsort(stable=True)
+        self._ends = sample_of_row.bincount().cumsum(0)
+        self.has_negatives = len(self) < count  # further captions come where negatives do
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._ends)
 
     def __getitem__(self, index: int) -> Sample:
-        if not self._files[index]:
+        rows = self._rows_of(index)
+        if not self._rows[2 * rows[0]]:
             raise BadSample("no such file")
-        data = read_file(self._folder / self._files[index])
-        start, stop = self._starts[index : index + 2].tolist()
-        first, *others = (self._captions[number] for number in range(start, stop))
+        data = read_file(self._file(index))
+        first, *others = (self._rows[2 * row + 1] for row in rows)
         return Sample(first, content_key(data), data, captions=tuple(others))
 
     def name(self, index: int) -> str:
-        return printable(str(self._folder / self._files[index]))
+        return printable(str(self._file(index)))
 
     def fingerprint(self) -> list[str]:
         """With the sizes of some of the images: all would take long to ask for."""
-        some = [self._folder / self._files[index] for index in range(0, len(self), -(-len(self) // _ASKED))]
-        sizes = [path.stat().st_size if path.is_file() else None for path in some]
-        return [data_line(self._path, len(self), bytes(self._files), bytes(self._captions), sizes)]
+        return [data_line(self._path, len(self), bytes(self._rows), some_sizes(self._file, len(self)))]
+
+    def _rows_of(self, index: int) -> list[int]:
+        start = int(self._ends[index - 1]) if index else 0
+        return self._row_of_caption[start : int(self._ends[index])].tolist()
+
+    def _file(self, index: int) -> Path:
+        return self._folder / self._rows[2 * self._rows_of(index)[0]]
+
+
+def some_sizes(file: Callable[[int], Path], count: int) -> list[int | None]:
+    """Sizes of some of so many files, None of those that are not there."""
+    some = (file(index) for index in range(0, count, -(-count // _ASKED)))
+    return [path.stat().st_size if path.is_file() else None for path in some]
 
 
 def _coco_rows(path: Path) -> Iterator[tuple[str, str]]:
@@ -89,6 +109,32 @@ def _coco_rows(path: Path) -> Iterator[tuple[str, str]]:
     if not all(isinstance(text, str) for row in rows for text in row):
         raise ValueError(f"{path}: must have texts as file_name and caption, has others.")
     return iter(rows)
+
+
+def open_lines(path: str | Path, fields: Fields, *, per_image: bool) -> Source:
+    """Images or pairs of texts, as the first line has them."""
+    check_file(Path(path))
+    with Path(path).open("rb") as file:
+        line = next(filter(bytes.strip, lines_of(file, Path(path))), b"{}")
+    is_image = not set(fields.columns[0]).isdisjoint(json_object(line, f"{path}: the first line"))
+    return Table(path, fields=fields, per_image=per_image) if is_image else TextPairs(path)
+
+
+def _json_rows(path: Path, fields: Fields) -> Iterator[tuple[str, str]]:
+    images, captions = fields.columns
+    check_file(path)
+    with path.open("rb") as file:
+        for number, line in enumerate(lines_of(file, path), start=1):
+            if not line.strip():
+                continue
+            values = json_object(line, f"{path}: line {number}")
+            image = next((values[key] for key in images if isinstance(values.get(key), str)), None)
+            if image is None or set(captions).isdisjoint(values):
+                raise ValueError(
+                    f"{path}: line {number} must have the path of an image ({', '.join(images)}) and a caption "
+                    f"({', '.join(captions)}), has {', '.join(values)}. Name them with --image-key and --text-key."
+                )
+            yield from ((image, text) for text in texts_of(values, captions) or [""])
 
 
 def _rows(path: Path, separator: str, image_key: str, caption_key: str) -> Iterator[tuple[str, str]]:
@@ -132,12 +178,11 @@ def _column(path: Path, header: list[str], key: str, flag: str, separator: str) 
     raise ValueError(f"{path}: must have a column {key!r} ({flag}). {help}")
 
 
-def _folder(path: Path, files: list[str]) -> Path:
-    """Where relative paths start."""
+def image_folder(path: Path, files: Iterable[str]) -> Path:
+    """Where the relative paths of a file start."""
     own, current = path.absolute().parent, Path.cwd()
-    for file in files[:_LOOKED_AT]:
-        if not file:
-            continue
+    looked_at = [file for file in itertools.islice(files, _LOOKED_AT) if file]
+    for file in looked_at:
         in_own, in_current = own / file, current / file
         if in_own.exists() and in_current.exists() and not in_own.samefile(in_current):
             raise ValueError(
@@ -150,6 +195,6 @@ def _folder(path: Path, files: list[str]) -> Path:
             return current
     looked = f"{own} or {current}" if own != current else str(own)
     raise ValueError(
-        f"{path}: must name image files, but none of its first {min(len(files), _LOOKED_AT)} is there, such as "
-        f"{files[0]!r}. Relative paths were looked for in {looked}."
+        f"{path}: must name image files, but none of its first {len(looked_at)} is there, such as "
+        f"{(looked_at or [''])[0]!r}. Relative paths were looked for in {looked}."
     )
