@@ -204,6 +204,12 @@ def test_lines_with_images_are_a_table(tmp_path: Path) -> None:
     assert texts(open_lines(named, Fields(("jpg",), (), ("long", "short")), per_image=False)) == ["s"]
 
 
+def test_captions_of_lines_are_not_drawn_by_weights(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", {"image": "a.png", "a": "c"})
+    with pytest.raises(ValueError, match=r"--json-text-key-probs: must come with tars.*t.jsonl"):
+        open_lines(path, Fields(json_text_keys=("a",), probs=(1,)), per_image=False)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -390,6 +396,9 @@ def test_parquet_files_may_be_remote(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     for name in ("a", "sub/b"):
         fsspec.filesystem("memory").pipe(f"/formats/{name}.parquet", write_parquet(tmp_path / "x.parquet").read_bytes())
+    fsspec.filesystem("memory").pipe("/formats/c.arrow", b"")
+    with pytest.raises(ValueError, match=r"memory://formats/c.arrow: must be local.*or write Parquet"):
+        Parquet("memory://formats/c.arrow")
     source = Parquet("memory://formats/")
     assert texts(source) == [f"caption {number}" for number in range(10)] * 2
     assert source[19].image == png(9)
@@ -473,6 +482,10 @@ def test_parquet_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -
         write(tmp_path, broken__parquet=data)
         with pytest.raises(ValueError, match=f"broken.parquet: {message}.*Fetch or write it anew"):
             Parquet(str(tmp_path))
+    write_parquet(tmp_path / "broken.parquet", **columns(["image", "text"]))
+    (tmp_path / "broken.parquet").rename(tmp_path / "broken.arrow")
+    with pytest.raises(ValueError, match=r"broken.arrow: must be an Arrow stream of save_to_disk, got: .*Fetch or"):
+        Parquet(str(tmp_path / "broken.arrow"))
     write_parquet(tmp_path / "broken.parquet", **columns(["image", "text"]))
     with pytest.raises(ValueError, match=r"broken.parquet: must have the columns of .*a.parquet, lacks caption"):
         Parquet(str(tmp_path))

@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_open_clip(open_clip, shapes, run):
     torch.manual_seed(0)
     towers = make_towers(Model(model="megabatch-trained"), loss="clip")
     table = Table(shapes, separator="\t", image_key="filepath", caption_key="title")
-    passes, indices = Order(table.shards, seed=0).of_step(0, 24)
+    passes, indices = Order(table.counts, seed=0, batch_size=24).of_step(0)
     prepare = Prepare(towers.tokenizer, towers.preprocessing, 0.9, 0, "caption", train=True)
     piece = prepare(table, passes.tolist(), indices.tolist())
     with torch.no_grad():

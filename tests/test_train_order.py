@@ -119,6 +119,12 @@ def test_lanes_divide_a_batch_and_a_window_is_the_smallest_of_two_batches(batch_
     assert order.window_blocks * block >= smallest > (order.window_blocks - lanes) * block
 
 
+def test_a_block_has_no_more_samples_than_the_largest_shard() -> None:
+    one, other = (Order(COUNTS, seed=0, batch_size=4, block=block) for block in (11, 1000))
+    assert one.window_blocks == other.window_blocks
+    assert stream(one, range(12)) == stream(other, range(12))
+
+
 @pytest.mark.parametrize("block", [16, 64])
 def test_a_lane_has_blocks_of_its_own_and_the_same_number_of_rows_in_every_step(block: int) -> None:
     counts = torch.full((64,), 1024)  # four windows without a rest
@@ -185,6 +191,12 @@ def test_a_strip_is_shuffled(resampled: bool) -> None:
     chi_square((step * 64 + in_block).flatten().bincount(minlength=4096), 63 * 63)
     follows = (samples[:, 1:] - samples[:, :-1]) % 64
     chi_square(follows.flatten().bincount(minlength=64)[1:], 62)
+
+
+def test_what_is_left_after_the_last_whole_window_is_mixed_with_it() -> None:
+    order = Order(torch.tensor([16_384 + 64]), seed=0, batch_size=256, block=64)  # a window, and a block more
+    passes, samples = order.of_step(64)
+    assert len((samples[passes == 0] // 64).unique()) > 32
 
 
 def test_tails_come_in_an_order_of_their_own_in_every_pass() -> None:

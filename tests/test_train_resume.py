@@ -336,8 +336,8 @@ def test_ranks_of_which_one_was_killed_go_on_to_the_bit(shapes, tmp_path):
 def deadly_sample(shapes: str) -> str:
     """One of the fifth step of words_for, and of no later one."""
     source = Table(shapes)
-    order = Order(source.shards, seed=0)
-    rows = [set(order.of_step(step, 16)[1].tolist()) for step in range(STEPS)]
+    order = Order(source.counts, seed=0, batch_size=16)
+    rows = [set(order.of_step(step)[1].tolist()) for step in range(STEPS)]
     return Path(source.name(min(rows[4] - rows[5] - rows[6] - rows[7]))).name
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("megabatch.train.command", "train two encoders at any batch size"),
     "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot metrics of a checkpoint"),
     "export": ("megabatch.train.export_command", "write a trained model for open_clip or transformers"),
+    "index": ("megabatch.train.index_command", "index tar shards, once, for training"),
     "bench": ("megabatch.bench.command", "measure megabatch and other libraries on this machine"),
     "plan": ("megabatch.plan.command", "predict which batch fits which GPUs, and the time of a step"),
 }

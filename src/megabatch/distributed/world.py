@@ -46,6 +46,13 @@ class World:
             dist.all_gather_object(everyones, mine, group=self.control_group)
         return everyones
 
+    def broadcast(self, value: Any) -> Any:
+        """The object of rank 0."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0, group=self.control_group)
+        return values[0]
+
     def wait(self) -> None:
         """For everyone."""
         self.gather(None)

@@ -17,7 +17,7 @@ from .config import Config, Run, absolute, to_yaml
 from .evaluate import NoSamples
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loading import config_of
-from .loop import Diverged, Trainer
+from .loop import Diverged, TooManySkipped, Trainer
 from .report import LOGGER, Report, holding_log
 from .run_folder import check_name, locked
 from .signals import exit_code, leaving_at_once
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
             report.replay(held)
             try:
                 number = trainer.run(report)
-            except (Diverged, NoSamples) as error:
+            except (Diverged, NoSamples, TooManySkipped) as error:
                 report.warn(str(error))
                 return FAILED
             except checkpoint.WriteFailed as error:

@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+# Of data. "folder": images with captions beside them.
+KINDS = ("webdataset", "parquet", "csv", "jsonl", "folder", "icons")
+
 
 def _option(default: Any, help: str, **rules: Any) -> Any:
     """A field. Rules: choices, at_least, above, below, at_most; alias is another name of its flag."""
@@ -23,14 +26,28 @@ class Data:
     """Where samples come from."""
 
     train_data: str | None = _option(
-        None, "tar shards (braces for ranges, :: between sources), a CSV, TSV or JSONL file, COCO's JSON, or icons"
+        None,
+        "tar shards (a folder, braces or * for several, :: between sources, s3:// and other addresses), Parquet, CSV, "
+        "TSV or JSONL files, a folder of images or of Hugging Face datasets, COCO's JSON, or icons",
     )
-    dataset_type: str = _option("auto", "auto: by the name", choices=("auto", "webdataset", "csv", "jsonl", "icons"))
+    dataset_type: str = _option("auto", "auto: by the name", choices=("auto", *KINDS))
     train_num_samples: int | None = _option(None, "samples per epoch (default: all)", at_least=1)
     dataset_resampled: bool = _option(False, "draw shards with replacement")
     train_data_upsampling_factors: str | None = _option(
         None, "weight per shard of each source in --train-data, such as 1::2; needs --dataset-resampled"
     )
+    image_key: str | None = _option(
+        None, "suffix or column of images; several with ; between (default: jpg;png;jpeg;webp)"
+    )
+    text_key: str | None = _option(None, "suffix or column of captions; several with ; between (default: txt)")
+    json_text_key: str | None = _option(None, "keys of the json file that are captions, instead of --text-key: a;b")
+    json_text_key_probs: str | None = _option(None, "weight of each key of --json-text-key: 0.7 0.3")
+    captions: str = _option(
+        "one", "of several captions per image: one: draw one for each pass; all: train on all", choices=("one", "all")
+    )
+    max_image_pixels: int = _option(25_000_000, "largest image, by its header; 0: any", at_least=0)
+    skip_bad_shards: bool = _option(False, "go on without shards that cannot be read; otherwise they are an error")
+    max_skipped: float = _option(0.1, "share of samples that may be skipped before the run ends", at_least=0, at_most=1)
     csv_separator: str = _option("\t", "column separator")
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")

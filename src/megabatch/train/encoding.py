@@ -107,7 +107,8 @@ def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureC
         towers.preprocessing,
         crop_scale=config.data.crop_scale,
         seed=config.run.seed,
-        duplicates=config.loss.duplicates,
+        duplicates=config.loss.duplicates if config.data.captions == "one" else "image",
+        max_pixels=config.data.max_image_pixels,
         train=train,
         cache=cache,
     )

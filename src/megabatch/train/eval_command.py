@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
                 towers = make_towers(config.model, loss=config.loss.loss)
             else:
                 towers = restored_towers(config, path, state)
-            held_out, classes = open_held_out(config), open_classes(config)
+            held_out, classes = open_held_out(config, world), open_classes(config)
             if state is not None:
                 _refuse_untrained_images(state, config, held_out, classes)
             figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)

@@ -25,7 +25,7 @@ from .data.order import Order
 from .data.prepare import Prepare
 from .data.source import Source
 from .encoding import Encoder, Features, make_prepare
-from .objective import Objective
+from .objective import Objective, rows_of
 from .optimization import autocast
 from .towers.towers import Towers
 
@@ -65,7 +65,7 @@ def evaluate(towers: Towers, source: Source, config: Config, world: World) -> Fi
         figures = {"val/loss": float(loss), "val/samples": rows, "val/skipped_samples": skipped}
         texts, owners = features.second, torch.arange(len(ids))
         if features.negatives is not None:
-            texts, owners = torch.cat([texts, features.negatives]), torch.cat([owners, _rows_of(text_ids, ids)])
+            texts, owners = torch.cat([texts, features.negatives]), torch.cat([owners, rows_of(text_ids, ids)])
             figures["val/captions"] = int(_total(torch.tensor(len(texts)), world))
         best = _best(texts, features.first, owners)
         forth, back = (ids, ids[owners]), (ids[owners], ids)
@@ -100,15 +100,9 @@ def _encode(towers: Towers, source: Source, config: Config, world: World) -> tup
 
 def _in_order(source: Source, prepare: Prepare, config: Config, world: World) -> Iterator[RankBatch]:
     """All of the source, every rank its share of each batch."""
-    order = Order(source.shards, seed=0, shuffle=False)
-    requests = Requests(order, config.optimization.chunk_size * world.size, world.rank, world.size)
+    order = Order(source.counts, seed=0, batch_size=config.optimization.chunk_size * world.size, shuffle=False)
+    requests = Requests(order, world.rank, world.size)
     return batches(source, prepare, requests, workers=config.data.workers, device=world.device)
-
-
-def _rows_of(some: Tensor, ids: Tensor) -> Tensor:
-    """The row of each of some ids."""
-    order = ids.argsort()
-    return order[torch.searchsorted(ids[order], some)]
 
 
 def _best(texts: Tensor, images: Tensor, owners: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ from torch import Tensor
 Fingerprint = Mapping[str, Sequence[str]]
 
 
-def data_line(file: Path | str, samples: int, *content: object) -> str:
+def data_line(file: Path | str, samples: int, *content: object, size: int | None = None) -> str:
     """Of a file, or of data that is in none: name, size, samples, and a digest of what else is known of it."""
     digest = hashlib.blake2b(digest_size=8)
     for part in content:
         digest.update(part if isinstance(part, bytes) else repr(part).encode(errors="surrogatepass"))
         digest.update(b"\0")
-    name = f"{file.name}: {file.stat().st_size} bytes," if isinstance(file, Path) else f"{file}:"
-    return f"{name} {samples} samples, {digest.hexdigest()}"
+    if isinstance(file, Path):
+        file, size = file.name, file.stat().st_size
+    return f"{file}: " + (f"{size} bytes, " if size is not None else "") + f"{samples} samples, {digest.hexdigest()}"
 
 
 def numbers(table: Tensor) -> list[int]:

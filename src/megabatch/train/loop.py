@@ -53,9 +53,15 @@ from .skipped import SkipList
 from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
+_FEW_SAMPLES = 1000  # of which any share may be skipped: too few to tell
+
 
 class Diverged(RuntimeError):
     """Too many steps in a row without a finite loss and gradient."""
+
+
+class TooManySkipped(RuntimeError):
+    """A larger share of the samples than --max-skipped."""
 
 
 @dataclass
@@ -82,8 +88,8 @@ class Trainer:
         self.towers: Towers = make_towers(
             config.model, loss=config.loss.loss, init_logit_scale=config.loss.init_logit_scale
         )
-        self.source: Source = open_train(config)
-        self.held_out: Source | None = open_held_out(config)
+        self.source: Source = open_train(config, world)
+        self.held_out: Source | None = open_held_out(config, world)
         self.classes: ImageFolder | None = open_classes(config)
         sources = {"train": self.source, "val": self.held_out, "zeroshot": self.classes}
         self.data = {name: source.fingerprint() for name, source in sources.items() if source is not None}
@@ -108,7 +114,9 @@ class Trainer:
         if config.model.feature_cache is not None and not self.source.texts_only:
             self.cache = FeatureCache.of(config.model.feature_cache, self.towers, options.precision)
         self.costs = StepCosts(self.towers, world, options.precision, texts_only=self.source.texts_only)
-        self.objective = Objective(config.loss, world, has_negatives=self.source.has_negatives)
+        several = config.data.captions == "all" and not self.source.texts_only
+        has_negatives = self.source.has_negatives and not several
+        self.objective = Objective(config.loss, world, has_negatives=has_negatives, several_captions=several)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
         self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
@@ -159,6 +167,7 @@ class Trainer:
                         "checkpoint with a lower --lr, --grad-clip-norm, or --precision amp_bf16 for amp."
                     )
                 self._evaluate_and_save(leaving=facts.signal > 0)
+                self._check_skipped()
                 if facts.signal:
                     name = signal.Signals(facts.signal).name
                     self.report.say(f"{name}: left after step {self.progress.step}, saved.")
@@ -168,15 +177,31 @@ class Trainer:
             self.report.warn(f"bad samples were skipped {self.progress.skipped_samples} times in all")
         return 0
 
+    def _check_skipped(self) -> None:
+        skipped, most = self.progress.skipped_samples, self.config.data.max_skipped
+        if skipped > most * max(self.progress.samples + skipped, _FEW_SAMPLES):
+            raise TooManySkipped(
+                f"--max-skipped must be at least the share of samples that are skipped, got {most:g}, and "
+                f"{skipped} of {self.progress.samples + skipped} were: {self.skips.summary()}. All of them are in "
+                "skipped.jsonl. Mend the data, or allow more, and go on with --resume latest."
+            )
+
     @property
     def _order(self) -> Order:
         """One for each thread: it remembers where it is."""
-        return Order(self.source.shards, seed=self.config.run.seed, resampled=self.config.data.dataset_resampled)
+        source, config = self.source, self.config
+        return Order(
+            source.counts,
+            seed=config.run.seed,
+            batch_size=config.optimization.global_batch_size,
+            block=source.block,
+            weights=source.weights,
+            resampled=config.data.dataset_resampled,
+        )
 
     def _batches(self) -> Generator[RankBatch, None, None]:
         config, world, first, last = self.config, self.world, self.progress.step, self.total_steps
-        size = config.optimization.global_batch_size
-        requests = Requests(self._order, size, world.rank, world.size, first, last, self.skips.lost)
+        requests = Requests(self._order, world.rank, world.size, first, last, self.skips.lost)
         prepare = make_prepare(self.towers, config, train=True, cache=self.cache)
         return batches(self.source, prepare, requests, workers=config.data.workers, device=world.device)
 
@@ -245,7 +270,7 @@ class Trainer:
             )
         progress, names = self.progress, []
         if not is_finite(values):
-            _, indices = self._order.of_step(progress.step, self.config.optimization.global_batch_size)
+            _, indices = self._order.of_step(progress.step)
             names = [self.source.name(index) for index in indices.tolist()]
         progress.step += 1
         progress.samples += facts.rows

@@ -6,6 +6,7 @@ by a replay of its step: that takes it from here, and leaves it out too.
 
 import json
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ class SkipList:
         self._path = path
         self.lost: dict[tuple[int, int], str] = {}
         self._names: set[str] = set()
+        self._reasons: Counter[str] = Counter()  # as far as this rank has met them, since the file was read
         self.new: list[Entry] = []  # on this rank, not in the file yet
         content = path.read_bytes() if path.exists() else b""
         self._ends_in_line = bool(content) and not content.endswith(b"\n")  # which a killed run left unfinished
@@ -34,6 +36,7 @@ class SkipList:
 
     def _remember(self, entry: Entry) -> None:
         self._names.add(entry["name"])
+        self._reasons[entry["reason"]] += 1
         if "position" in entry:
             self.lost[entry["position"], entry["index"]] = entry["reason"]
 
@@ -44,6 +47,10 @@ class SkipList:
             if "position" in entry or entry["name"] not in self._names:
                 self._remember(entry)
                 self.new.append({"step": batch.step + 1, **entry})
+
+    def summary(self) -> str:
+        """How many of which reason, the most frequent first."""
+        return ", ".join(f"{count} x {reason}" for reason, count in self._reasons.most_common(NAMED))
 
     def write_new(self, world: World) -> str:
         """Of all ranks, to the disk, before a checkpoint is that knows of them. Returns some of their names."""

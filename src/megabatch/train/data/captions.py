@@ -52,8 +52,9 @@ class Fields:
     @classmethod
     def of_flags(cls, image: str | None, text: str | None, json_text: str | None, probs: Sequence[float]) -> "Fields":
         """Of names with semicolons between them."""
-        split = [tuple(filter(None, map(str.strip, (keys or "").split(";")))) for keys in (image, text, json_text)]
-        return cls(*split, probs=tuple(probs))
+        keys = (tuple(filter(None, map(str.strip, (names or "").split(";")))) for names in (image, text, json_text))
+        image_keys, text_keys, json_text_keys = keys
+        return cls(image_keys, text_keys, json_text_keys, tuple(probs))
 
     def image_key(self, suffixes: Container[str]) -> str:
         """Which of a sample's files is the image. Suffixes are in lower case, without the dot."""

@@ -43,14 +43,18 @@ def content_key(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def decode(data: bytes) -> Image.Image:
+def decode(data: bytes, max_pixels: int = 0) -> Image.Image:
     """The image as its file has it: in its own mode, and not turned by what a camera wrote down of its orientation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bad metadata and the like, once per image and worker
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)  # the header: type and size
+            if 0 < max_pixels < image.width * image.height:
+                raise BadSample(f"image of more than {max_pixels} pixels")
             image.load()
+        except BadSample:
+            raise
         except UnidentifiedImageError:
             raise BadSample(NOT_AN_IMAGE) from None
         except _BOMB:

@@ -1,4 +1,4 @@
-"""What `--train-data` names: addresses of tar shards, with weight, size and tag."""
+"""What `--train-data` names: tar shards, with the weight, size and tag of each."""
 
 import glob
 import itertools
@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,15 @@ from .source import printable
 from .storage import Missing, ask, local_path, read_all, size_and_tag, tag_of
 
 _MOST_SHARDS = 10**6
-_LARGEST_LIST = 2**28  # bytes
-_WORTH_A_LISTING = 16  # shards of a remote folder, from which on it is listed rather than asked for each
-
+_WORTH_LISTING = 16  # shards of a remote folder: it is listed from here on, below each is asked for
 _UNPACK = {".gz": "gzip -dk", ".tgz": "gzip -dk", ".zst": "zstd -d", ".bz2": "bzip2 -dk", ".xz": "xz -dk"}
 _CHAIN = re.compile(r"(simplecache|filecache|blockcache|cached|zip|tar|dir|reference|libarchive)(://.*)?")
 
-# Commands that print a file, and options that change nothing about what they print.
-_PIPES = (["aws", "s3", "cp"], ["gsutil", "cat"], ["gsutil", "-m", "cat"], ["gsutil", "-q", "cat"], ["curl"])
-_HARMLESS = re.compile(r"-|-[fsSL]+|--(quiet|only-show-errors|no-progress|fail|silent|show-error|location)|--retry|\d+")
+# Commands that print a file, and options that do not change what is printed.
+_PIPE = re.compile(r"aws s3 cp|gsutil( -[mq])* cat|curl")
+_HARMLESS = re.compile(r"-|-[fsSL]+|--(quiet|only-show-errors|no-progress|fail|silent|show-error|location|retry)|\d+")
+
+Known = tuple[int, str]  # size and tag
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Listed:
     """A shard.
 
     Attributes:
-        weight: How often a sample of it is drawn, relative to others, where samples are drawn with replacement.
-        tag: What changes when the shard does: an ETag, or the time of the last change.
+        weight: How often a sample of it is drawn where samples are drawn with replacement, relative to others.
+        tag: What changes when the shard does: its ETag, or the time of its last change.
     """
 
     url: str
@@ -46,13 +46,13 @@ class Listed:
 
 
 def expand(what: str, *, factors: str | None = None) -> list[Listed]:
-    """The shards that are named, in that order; those of a folder or a star sorted by name.
+    """The shards that are named, in this order; those of a folder or a glob are sorted by name.
 
     Args:
         what: Local paths or URLs of tar files, with braces for ranges, `*` or `?` for any name, and `::` between
-            sources. A folder stands for its `*.tar`. `@list.txt`, or any .txt file, has one source per line. A .json
-            or .yaml file is an OpenCLIP manifest.
-        factors: How often a sample of each source is drawn, relative to others, with `::` between them.
+            sources. A folder stands for its `*.tar`. A .txt file, or `@file`, has one source per line. A .json or
+            .yaml file is an OpenCLIP manifest.
+        factors: Weights of the sources, with `::` between them.
     """
     sources = _manifest(what) if re.search(r"\.(json|ya?ml)$", what) else [(each, 1.0) for each in _split(what)]
     if factors is not None:
@@ -61,20 +61,24 @@ def expand(what: str, *, factors: str | None = None) -> list[Listed]:
             counts = f"{len(weights)} for {len(sources)}"
             raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
         sources = [(source, weight) for (source, _), weight in zip(sources, weights, strict=True)]
-    found: dict[str, tuple[int, str]] = {}
-    weighted = [(url, weight) for source, weight in sources for url in _urls(source, found)]
-    found |= _sizes_and_tags([url for url, _ in weighted if url not in found])
-    missing = [url for url, _ in weighted if url not in found]
+    shards = [(url, weight, known) for source, weight in sources for url, known in _urls(source)]
+    if not shards:
+        raise ValueError(f"{what}: must name at least one shard, names none.")
+    asked = _sizes_and_tags([url for url, _, known in shards if known is None])
+    missing = [url for url, _, known in shards if known is None and url not in asked]
     if missing:
-        raise ValueError(f"{missing[0]}: must be a file, but {len(missing)} of {len(weighted)} shards are not.")
-    return [Listed(url, weight, *found[url]) for url, weight in weighted]
+        words = f"must be a file, but {len(missing)} of {len(shards)} shards are not."
+        raise ValueError(f"{printable(missing[0])}: {words}")
+    return [Listed(url, weight, *(known or asked[url])) for url, weight, known in shards]
 
 
 def _split(what: str) -> list[str]:
     sources = what.split("::")
     for source, following in itertools.pairwise(sources):
         if _CHAIN.fullmatch(source) and "://" in following:
-            raise ValueError(f"{what}: must not be a chain: :: separates sources here. Write {following}, uncached.")
+            raise ValueError(f"{what}: must not be a chain: :: separates sources. Write {following} without a cache.")
+    if "" in sources:
+        raise ValueError("tar shards: must have a source before and after each ::, got none.")
     return sources
 
 
@@ -85,11 +89,11 @@ def _factors(factors: str) -> list[float]:
         raise ValueError(f"--train-data-upsampling-factors: must be numbers, such as 1::2, got {factors!r}.") from None
 
 
-def _manifest(url: str) -> list[tuple[str, float]]:
-    """OpenCLIP's: sources with weights, or with the fraction of all samples that each is to be."""
+def _manifest(url: str) -> list[tuple[str | list[str], float]]:
+    """OpenCLIP's: sources with their weights, or with the fraction of all drawn samples that each is to have."""
     import yaml
 
-    text = read_all(url, _LARGEST_LIST)
+    text = read_all(url)
     try:
         content = json.loads(text) if url.endswith(".json") else yaml.safe_load(text)
         by_fraction = {"raw": False, "mixture_fraction": True}[content.get("weight_mode", "raw")]
@@ -102,43 +106,34 @@ def _manifest(url: str) -> list[tuple[str, float]]:
         raise ValueError(f"{url}: must be a manifest {fields}, got {type(error).__name__}: {error}.") from None
 
 
-def _urls(source: str, found: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """The shards of a source. What a listing tells of them goes into `found`."""
-    if not source:
-        raise ValueError("tar shards: must have a source before and after each ::, got none.")
-    if source.startswith("pipe:"):
-        source = _piped(source)
-    if source.startswith("@") or source.endswith(".txt"):
-        lines = read_all(source.removeprefix("@"), _LARGEST_LIST).decode().splitlines()
-        for line in filter(None, map(str.strip, lines)):
-            yield from _urls(line, found)
-        return
-    for url in _braces(source):
+def _urls(source: str | list[str]) -> Iterator[tuple[str, Known | None]]:
+    """The shards of a source, with size and tag where a listing told them."""
+    patterns = [source] if isinstance(source, str) else source
+    if isinstance(source, str) and (source.startswith("@") or source.endswith(".txt")):
+        lines = read_all(source.removeprefix("@")).decode().splitlines()
+        patterns = [line.strip() for line in lines if line.strip()]
+    for url in itertools.chain.from_iterable(_braces(_unpiped(pattern)) for pattern in patterns):
+        suffix = os.path.splitext(url)[1]
+        if suffix in _UNPACK:
+            convert = f"{_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}"
+            raise ValueError(f"{url}: must not be compressed: samples are read from its middle. Convert it: {convert}")
         if "*" in url or ("?" in url and not url.startswith("http")):
-            yield from _matching(url, found)
+            yield from _matching(url)
         elif _is_folder(url):
-            yield from _matching(f"{url.rstrip('/')}/*.tar", found)
+            yield from _matching(f"{url.rstrip('/')}/*.tar")
         else:
-            suffix = os.path.splitext(url)[1]
-            if suffix in _UNPACK:
-                convert = f"{_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}"
-                raise ValueError(
-                    f"{url}: must not be compressed: samples are read from its middle. Convert it: {convert}"
-                )
-            yield url
+            yield url, None
 
 
-def _piped(source: str) -> str:
-    try:
-        words = shlex.split(source.removeprefix("pipe:"))
-    except ValueError:
-        words = []
-    words = words[:-2] if words[-2:] == ["||", "true"] else words
-    command = next((each for each in _PIPES if words[: len(each)] == each), None)
-    rest = words[len(command) :] if command else words
-    urls = [word for word in rest if "://" in word]
-    others = [word for word in rest if word not in urls and not _HARMLESS.fullmatch(word)]
-    if command is None or len(urls) != 1 or others:
+def _unpiped(source: str) -> str:
+    """The URL that a command would print."""
+    if not source.startswith("pipe:"):
+        return source
+    command = source.removeprefix("pipe:").strip().removesuffix("|| true")
+    program = _PIPE.match(command)
+    words = shlex.split(command[program.end() :]) if program else []
+    urls = [word for word in words if "://" in word]
+    if len(urls) != 1 or not all(word in urls or _HARMLESS.fullmatch(word) for word in words):
         raise ValueError(
             f"{source}: must be `pipe:aws s3 cp URL -`, `pipe:gsutil cat URL` or `pipe:curl -s -L URL`: it is not run. "
             "Write the URL itself. Credentials and endpoints come from the environment."
@@ -146,7 +141,7 @@ def _piped(source: str) -> str:
     return urls[0]
 
 
-def _braces(source: str) -> Iterable[str]:
+def _braces(source: str) -> list[str]:
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", source)
     if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > _MOST_SHARDS:
         raise ValueError(f"{source}: must be at most {_MOST_SHARDS} shards, got more.")
@@ -160,50 +155,55 @@ def _is_folder(url: str) -> bool:
     path = local_path(url)
     if path is not None:
         return os.path.isdir(path)
-    return url.endswith("/") or (not os.path.splitext(url)[1] and ask(url, "isdir"))
+    has_suffix = url.startswith("http") or os.path.splitext(url)[1]  # a web server is not asked: it would send the file
+    return url.endswith("/") or (not has_suffix and ask(url, "isdir"))
 
 
-def _matching(pattern: str, found: dict[str, tuple[int, str]]) -> list[str]:
+def _matching(pattern: str) -> list[tuple[str, Known | None]]:
     literal = pattern.replace("[", "[[]")
     path = local_path(literal)
+    shards: list[tuple[str, Known | None]]
     if path is not None:
-        urls = sorted(glob.glob(path, recursive=True))
+        shards = [(match, None) for match in glob.glob(path, recursive=True)]
     else:
+        infos = [info for info in ask(literal, "glob", detail=True).values() if info["type"] == "file"]
         protocol = pattern.partition("://")[0]
-        infos = ask(literal, "glob", detail=True)
-        named = {name if "://" in name else f"{protocol}://{name}": info for name, info in infos.items()}
-        urls = sorted(url for url, info in named.items() if info["type"] == "file")
-        found |= _known(named)
-    if not urls:
-        raise ValueError(f"{pattern}: must match uncompressed tars, matches none.")
-    for url in urls:
-        if printable(url) != url:
-            raise ValueError(f"{pattern}: must match names that can be printed, matches {printable(url)}.")
-    return urls
+        shards = [(re.sub(rf"^(?!{protocol}://)", f"{protocol}://", info["name"]), _known(info)) for info in infos]
+    if not shards:
+        raise ValueError(f"{pattern}: must match at least one tar that is not compressed, matches none.")
+    return sorted(shards)
 
 
-def _known(infos: dict[str, dict[str, Any]]) -> dict[str, tuple[int, str]]:
-    return {url: (info["size"], tag_of(info)) for url, info in infos.items() if info.get("size") is not None}
+def _known(info: dict[str, Any]) -> Known | None:
+    return None if info.get("size") is None else (info["size"], tag_of(info))
 
 
-def _sizes_and_tags(urls: list[str]) -> dict[str, tuple[int, str]]:
-    """Sizes and tags of those that exist. Folders that have many of them are listed."""
-    found: dict[str, tuple[int, str]] = {}
+def _sizes_and_tags(urls: list[str]) -> dict[str, Known]:
+    """Of those that exist."""
     folders: dict[str, list[str]] = defaultdict(list)
     for url in dict.fromkeys(urls):
         folders[os.path.dirname(url)].append(url)
     single: list[str] = []
+    found: dict[str, Known | None] = {}
     for folder, members in folders.items():
-        if local_path(folder) is not None or folder.startswith("http") or len(members) < _WORTH_A_LISTING:
+        if local_path(folder) is not None or folder.startswith("http") or len(members) < _WORTH_LISTING:
             single += members
-            continue
-        listing = {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
-        found |= _known({url: listing[os.path.basename(url)] for url in members if os.path.basename(url) in listing})
+        else:
+            infos = _listing(folder)
+            found |= {url: _known(infos.get(os.path.basename(url), {})) for url in members}
     with ThreadPoolExecutor(32) as threads:
-        return found | {url: each for url, each in zip(single, threads.map(_existing, single), strict=True) if each}
+        found |= dict(zip(single, threads.map(_existing, single), strict=True))
+    return {url: known for url, known in found.items() if known}
 
 
-def _existing(url: str) -> tuple[int, str] | None:
+def _listing(folder: str) -> dict[str, dict[str, Any]]:
+    try:
+        return {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
+    except Missing:
+        return {}
+
+
+def _existing(url: str) -> Known | None:
     try:
         return size_and_tag(url)
     except Missing:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .source import Lost, Source
 from .workers import InProcess, Request, Row, Worker, WorkerDied
 
 _PIECE = 256  # samples
+_SPARE = 64  # blocks beyond those of two windows, where parts of workers and ranks meet
 
 
 @dataclass
@@ -42,26 +44,28 @@ class Requests:
     """
 
     order: Order
-    batch_size: int
     rank: int = 0
     world_size: int = 1
     first_step: int = 0
     last_step: int | None = None
     lost: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
-    def of(self, source: Source) -> Iterator[Request]:
-        step = self.first_step
+    def of(self, source: Source, workers: int) -> Iterator[Request]:
+        """Each step in as many pieces as `workers` times a whole number, so that a worker always has the same part of
+        a step: the same lanes of the order, whose blocks nobody else reads."""
+        step, lane = self.first_step, self.order.lane_rows
         while self.last_step is None or step < self.last_step:
-            passes, indices = self.order.of_step(step, self.batch_size)
+            passes, indices = self.order.of_step(step)
             if not len(indices):
                 return
             start, stop = (rank * len(indices) // self.world_size for rank in (self.rank, self.rank + 1))
-            # A rank without rows has one piece, which is empty.
-            for begin in range(start, max(stop, start + 1), _PIECE):
-                piece, first = slice(begin, min(begin + _PIECE, stop)), step * self.batch_size + begin
-                numbered = zip(passes[piece].tolist(), indices[piece].tolist(), strict=True)
+            pieces = -(-(stop - start) // (_PIECE * workers)) * workers or 1  # a rank without rows has an empty one
+            cuts = [start + number * (stop - start) // pieces // lane * lane for number in range(pieces)]
+            for begin, end in pairwise([start, *cuts[1:], stop]):
+                numbered = zip(passes[begin:end].tolist(), indices[begin:end].tolist(), strict=True)
+                first = step * self.order.batch_size + begin
                 rows = [Row(position, *each) for position, each in enumerate(numbered, start=first)]
-                request = Request(step, stop - start, piece.stop == stop, rows)
+                request = Request(step, stop - start, end == stop, rows)
                 for row in rows if self.lost else ():
                     if reason := self.lost.get((row.position, row.sample)):
                         request = request.without(row, source.name(row.sample), reason)
@@ -74,8 +78,9 @@ def batches(
 ) -> Generator[RankBatch, None, None]:
     """What is asked for, in memory from which `device` copies fast. Workers end when this is closed or dropped."""
     pin_to = device if device is not None and device.type == "cuda" else None
+    source.keep(2 * requests.order.window_blocks // (requests.world_size * max(1, workers)) + _SPARE)
     team: Sequence[InProcess] = [Worker(source, prepare) for _ in range(workers)] or [InProcess(source, prepare)]
-    loader = _Loader(requests.of(source), team, pin_memory=pin_to is not None)
+    loader = _Loader(requests.of(source, max(1, workers)), team, pin_memory=pin_to is not None)
     if not workers:
         yield from iter(loader.next_batch, None)
         return

@@ -54,7 +54,7 @@ class Order:
             raise ValueError(f"Order: counts must be at least 0, and not all 0, got {_range(counts)}.")
         self._counts, self._starts = counts, counts.cumsum(0) - counts
         self._share_ends = _shares(counts, weights).cumsum(0)
-        self._seed, self._batch_size, self._resampled, self._shuffle = seed, batch_size, resampled, shuffle
+        self._seed, self.batch_size, self._resampled, self._shuffle = seed, batch_size, resampled, shuffle
         self._length = int(counts.sum())
         self._block = block = min(block, int(counts.max()))
         self._full_block_ends = (counts // block).cumsum(0)
@@ -69,7 +69,7 @@ class Order:
 
     def of_step(self, step: int) -> tuple[Tensor, Tensor]:
         """The number of the pass, and the number of the sample, of each row of the global batch."""
-        start, stop = step * self._batch_size, (step + 1) * self._batch_size
+        start, stop = step * self.batch_size, (step + 1) * self.batch_size
         if not self._shuffle:
             samples = torch.arange(start, max(start, min(stop, self._length)))
             return torch.zeros_like(samples), samples

@@ -181,11 +181,16 @@ def _opened(file: Listed) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(f"{file.url}: pyarrow must be importable. Run pip install 'megabatch[parquet]'.") from error
+    path = storage.local_path(file.url)
+    if _is_arrow(file) and path is None:
+        raise ValueError(f"{file.url}: must be local, as an Arrow file. Copy it to a disk, or write Parquet files.")
     try:
         if not _is_arrow(file):
             return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(_Ranges(file), "r"))
-        return pyarrow.ipc.open_stream(pyarrow.memory_map(file.url)).read_all()
-    except pyarrow.ArrowException as error:
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+    except storage.StorageError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
         kind = "an Arrow stream of save_to_disk" if _is_arrow(file) else "a whole Parquet file"
         raise ValueError(f"{printable(file.url)}: must be {kind}, got: {error}. Fetch or write it anew.") from None
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..feature_cache import FeatureCache
 from ..preprocessing import Preprocessing
+from .captions import drawn
 from .images import content_key, decode
-from .source import LARGEST_TEXT, BadSample, Sample, Source
+from .source import LARGEST_TEXT, BadSample, Sample, Source, Unread
 
 RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-_MOST_UNREAD = 8  # samples of a piece; more than that are a broken disk
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Prepare:
         seed: Of the crops. Each is drawn from the seed, the number of the pass and the number of the sample.
         duplicates: What rows must share to have one id: "caption" or "image"; with "none" ids tell nothing.
         train: Otherwise nothing is drawn.
+        max_pixels: Of an image, by its header; 0: any number.
         cache: Features of images that need not be prepared.
     """
 
@@ -73,6 +74,7 @@ class Prepare:
     seed: int
     duplicates: str
     train: bool
+    max_pixels: int = 0
     cache: FeatureCache | None = None
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Iterable[int]) -> Piece:
@@ -87,6 +89,8 @@ class Prepare:
         for row, (number, index) in enumerate(zip(passes, indices, strict=True)):
             try:
                 sample = _read(source, index)
+                if not source.has_negatives:  # of several captions, one
+                    sample = drawn(sample, self.seed, number, index) if self.train else replace(sample, captions=())
                 _check_texts(sample)
                 feature = None
                 if self.cache is not None:
@@ -96,14 +100,10 @@ class Prepare:
                     images.append(self._pixels(sample, number, index))
             except BadSample as reason:
                 name = source.name(index)
-                if not isinstance(reason, _Unread):
+                if not isinstance(reason, Unread):
                     bad.append((name, str(reason)))
                     continue
                 unread.append((row, name, str(reason)))
-                if len(unread) > _MOST_UNREAD:
-                    raise OSError(
-                        f"{name}: {reason}, as with {_MOST_UNREAD} samples before. Look at the disk."
-                    ) from None
                 continue
             samples.append(replace(sample, image=None))  # its content is freed
             if self.cache is not None:
@@ -134,7 +134,7 @@ class Prepare:
     def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
         image = sample.image
         if isinstance(image, bytes):
-            image = decode(image)
+            image = decode(image, self.max_pixels)
         assert image is not None
         random = Random(f"{self.seed}/{number}/{index}") if self.train and self.crop_scale < 1 else None
         try:
@@ -165,13 +165,9 @@ def _read(source: Source, index: int, attempts: int = len(RETRY_SECONDS)) -> Sam
         if error.errno not in _TRANSIENT:
             raise
         if not attempts:
-            raise _Unread(f"disk error, {len(RETRY_SECONDS) + 1} times: {os.strerror(error.errno)}") from None
+            raise Unread(f"disk error, {len(RETRY_SECONDS) + 1} times: {os.strerror(error.errno)}") from None
     time.sleep(RETRY_SECONDS[-attempts])
     return _read(source, index, attempts - 1)
-
-
-class _Unread(BadSample):
-    """The disk failed, which is no property of the sample."""
 
 
 def _content_key(sample: Sample) -> str:

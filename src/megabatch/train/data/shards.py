@@ -1,180 +1,152 @@
-"""WebDataset's tar shards, in the layout that img2dataset writes.
+"""WebDataset's tar shards, in the layout that img2dataset writes: `key.jpg` with `key.txt` or `key.json`.
 
-The headers of every tar are read once, when the source is opened. After that any sample can be read by any process, so
-which samples make a step does not depend on who reads which shard.
+They are read in blocks of 64 samples, one range of bytes each. Blocks are read ahead of their use and by several
+threads, and kept until all of their samples have been used.
 """
 
-import bisect
-import json
-import math
-import re
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
-from braceexpand import braceexpand
 from torch import Tensor
 
-from ..fingerprint import data_line, numbers
-from .images import content_key
-from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, OpenFiles, Sample, Shard, Source, Strings, printable
-from .tars import members
+from ..fingerprint import data_line
+from . import storage
+from .captions import Fields
+from .index import BLOCK_SAMPLES, Index
+from .source import LARGEST_FILE, BadSample, Sample, Source, Unread, printable
+from .tars import BadTar, Group, Read, groups
 
-IMAGES = ("jpg", "png", "jpeg", "webp")
-CAPTIONS = ("txt", "json")
+IN_FLIGHT = 16  # requests of a process
+_LARGEST_BLOCK = 2**30  # bytes to hold; of a larger one, each file is read when it is needed
 
-_MOST_SHARDS = 10**6
-
-# WebDataset's rule: the key ends at the first dot of the file's name.
-_MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
+Key = tuple[int, int]  # a shard, and a block of it
 
 
 class Shards(Source):
-    """Samples `key.jpg` (or png, jpeg, webp) with `key.txt`, or with `key.json` that has a "caption".
+    """The samples of an index. Their numbers are those of the index, whatever can be read of them."""
 
-    Args:
-        patterns: Paths of tar files, with braces for ranges, and `::` between sources.
-        factors: How often a sample of each source is drawn, relative to others, with `::` between them.
+    block = BLOCK_SAMPLES
 
-    Attributes:
-        problems: What was left out when the shards were opened: reasons, and how often.
-    """
-
-    def __init__(self, patterns: str, *, factors: str | None = None) -> None:
-        self._open_files = OpenFiles()
-        self._paths, weights = _paths_and_weights(patterns, factors)
-        with ThreadPoolExecutor(min(8, len(self._paths))) as threads:
-            indices = list(threads.map(_index, self._paths))
-        self.problems = sum((index.problems for index in indices), Counter())
-        self._stops = torch.tensor([len(index.keys) for index in indices]).cumsum(0).tolist()
-        if not self._stops[-1]:
-            raise ValueError(
-                f"{patterns}: must hold samples key.jpg with key.txt (or key.json), holds none: {dict(self.problems)}."
-            )
-        self._places = torch.cat([index.places for index in indices])
-        self._keys = Strings(key for index in indices for key in index.keys)
-        starts = [0, *self._stops[:-1]]
-        self._shards = [Shard(*each) for each in zip(starts, self._stops, weights, strict=True)]
+    def __init__(self, index: Index, fields: Fields) -> None:
+        self._index, self._fields = index, fields
+        self.weights = index.weights
+        self._ends = index.samples.cumsum(0)
+        self._blocks = _Blocks(self._read_block)
+        if not len(self):
+            raise ValueError("tar shards: must hold samples, such as 000.jpg with 000.txt, hold none.")
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Sample:
-        path = self._path(index)
-        image_offset, image_size, text_offset, text_size, is_json = self._places[index].tolist()
-        if image_size > LARGEST_FILE or text_size > LARGEST_TEXT:
-            raise BadSample(f"image of more than {LARGEST_FILE} or text of more than {LARGEST_TEXT} bytes")
-        data = self._open_files.read(path, image_offset, image_size)
-        caption = _caption(self._open_files.read(path, text_offset, text_size), bool(is_json))
-        return Sample(caption, content_key(data), data, rgb_first=True)
-
-    def name(self, index: int) -> str:
-        return printable(f"{self._path(index)}: {self._keys[index]}")
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
-    def shards(self) -> Sequence[Shard]:
-        return self._shards
+    def counts(self) -> Tensor:
+        return self._index.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        key, number = self._place(index)
+        read, found = self._blocks.get(key)
+        files = found[number].files
+        names = {self._fields.image_key(files), self._fields.text_key(files)}
+        if any(size > LARGEST_FILE for _, size in (files[name] for name in names)):
+            raise BadSample(f"file of more than {LARGEST_FILE} bytes")
+        return self._fields.sample_of({name: read(files[name][0], sum(files[name])) for name in names})
+
+    def name(self, index: int) -> str:
+        key, number = self._place(index)
+        found = self._blocks.peek(key)
+        which = found[number].key if found is not None else f"sample {key[1] * BLOCK_SAMPLES + number}"
+        return printable(f"{self._index.urls[key[0]]}: {which}")
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        self._blocks.want(dict.fromkeys(self._place(index)[0] for index in indices))
+
+    def keep(self, blocks: int) -> None:
+        self._blocks.most = blocks
 
     def fingerprint(self) -> list[str]:
-        files = zip(self._paths, self._shards, strict=True)
-        return [data_line(path, at.stop - at.start, numbers(self._places[at.start : at.stop])) for path, at in files]
+        index, lines = self._index, []
+        for shard, (size, samples) in enumerate(zip(index.sizes.tolist(), index.samples.tolist(), strict=True)):
+            last = index.block(shard, (samples - 1) // BLOCK_SAMPLES) if samples else None
+            lines.append(data_line(index.urls[shard].rpartition("/")[2], samples, last, size=size))
+        return lines
 
-    def _path(self, index: int) -> Path:
-        return self._paths[bisect.bisect_right(self._stops, index)]
+    def _place(self, index: int) -> tuple[Key, int]:
+        """The block of a sample, and its number in the block."""
+        shard = int(torch.searchsorted(self._ends, index, right=True))
+        number = index - int(self._ends[shard] - self._index.samples[shard])
+        return (shard, number // BLOCK_SAMPLES), number % BLOCK_SAMPLES
 
-
-def _caption(data: bytes, is_json: bool) -> str:
-    try:
-        text = data.decode()
-        caption = json.loads(text).get("caption") if is_json else text
-    except UnicodeDecodeError:
-        raise BadSample("caption is not UTF-8") from None
-    except (ValueError, AttributeError, RecursionError):
-        raise BadSample("json is not an object") from None
-    if not isinstance(caption, str):
-        raise BadSample("no caption in json")
-    return caption
-
-
-def _paths_and_weights(patterns: str, factors: str | None) -> tuple[list[Path], list[float]]:
-    sources = patterns.split("::")
-    weights = [1.0] * len(sources) if factors is None else _factors(factors)
-    if len(weights) != len(sources):
-        counts = f"{len(weights)} for {len(sources)}"
-        raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
-    paths: list[Path] = []
-    weight_of_path: list[float] = []
-    for source, weight in zip(sources, weights, strict=True):
-        expanded = _expanded(source)
-        paths += expanded
-        weight_of_path += [weight] * len(expanded)
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        help = " Stars are not expanded: write a range, like {00000..00099}.tar." if "*" in patterns else ""
-        help = help or (" It is a folder: name its shards, like {00000..00099}.tar." if missing[0].is_dir() else "")
-        raise ValueError(f"{missing[0]}: must be a file, but {len(missing)} of {len(paths)} shards are not.{help}")
-    return paths, weight_of_path
+    def _read_block(self, key: Key) -> tuple[Read, list[Group]]:
+        shard, number = key
+        url, (start, stop) = self._index.urls[shard], self._index.block(shard, number)
+        try:
+            if stop - start <= _LARGEST_BLOCK:
+                data = storage.read(url, start, stop)
+                read: Read = lambda begin, end: data[begin:end]  # noqa: E731
+            else:
+                read = lambda begin, end: storage.read(url, start + begin, start + end)  # noqa: E731
+            found = list(groups(read, stop - start))
+        except (BadTar, OSError) as error:
+            raise Unread(f"{printable(url)} from byte {start} to {stop}: {error}") from None
+        expected = min(BLOCK_SAMPLES, int(self._index.samples[shard]) - number * BLOCK_SAMPLES)
+        if len(found) != expected:
+            raise Unread(
+                f"{printable(url)} from byte {start} to {stop}: has {len(found)} samples, had {expected} when it was "
+                "indexed"
+            )
+        return read, found
 
 
-def _factors(factors: str) -> list[float]:
-    try:
-        return [float(factor) for factor in factors.split("::")]
-    except ValueError:
-        raise ValueError(f"--train-data-upsampling-factors: must be numbers, such as 1::2, got {factors!r}.") from None
+class _Blocks:
+    """Blocks that are read or being read: the last `most` of them, without those whose samples were all used."""
 
+    def __init__(self, load: Callable[[Key], tuple[Read, list[Group]]]) -> None:
+        self.most, self._load = 64, load
+        self.__setstate__({})
 
-def _expanded(source: str) -> list[Path]:
-    if re.match(r"\w{2,}:", source):
-        raise ValueError(f"{source}: must be a local file. Copy the shards to a disk first, or mount what holds them.")
-    if not source:
-        raise ValueError("tar shards: must have a source before and after each ::, got none.")
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", source)
-    if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > _MOST_SHARDS:
-        raise ValueError(f"{source}: must be at most {_MOST_SHARDS} shards, got more.")
-    try:
-        paths = [Path(path) for path in braceexpand(source)]
-    except ValueError:
-        raise ValueError(f"{source}: must have a closing brace for each opening one.") from None
-    compressed = [path for path in paths if path.suffix in (".gz", ".tgz", ".zst", ".bz2", ".xz")]
-    if compressed:
-        raise ValueError(f"{compressed[0]}: must not be compressed: samples are read from its middle. Unpack it.")
-    return paths
+    def __getstate__(self) -> dict[str, Any]:
+        return {"most": self.most, "_load": self._load}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._held: OrderedDict[Key, Future[tuple[Read, list[Group]]]] = OrderedDict()
+        self._used: Counter[Key] = Counter()
+        self._threads: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
 
-@dataclass
-class _Index:
-    """What is in one tar."""
+    def want(self, keys: Iterable[Key]) -> None:
+        if self._process != os.getpid():  # threads are not forked
+            self.__setstate__({})
+        for key in keys:
+            if key not in self._held:
+                self._threads = self._threads or ThreadPoolExecutor(IN_FLIGHT)
+                self._held[key] = self._threads.submit(self._load, key)
+            self._held.move_to_end(key)
+        while len(self._held) > self.most:
+            self._drop(next(iter(self._held)))
 
-    keys: list[str] = field(default_factory=list)
-    places: Tensor = field(default_factory=lambda: torch.zeros(0, 5, dtype=torch.int64))
-    problems: Counter[str] = field(default_factory=Counter)
+    def get(self, key: Key) -> tuple[Read, list[Group]]:
+        """For one of its samples."""
+        if (last := next(reversed(self._held), None)) is not None and last != key and self._is_used(last):
+            self._drop(last)  # not before: its samples can still be named
+        self.want([key])
+        found = self._held[key].result()
+        self._used[key] += 1
+        return found
 
+    def _is_used(self, key: Key) -> bool:
+        found = self.peek(key)
+        return found is not None and self._used[key] >= len(found)
 
-def _index(path: Path) -> _Index:
-    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
-    current: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, offset, size in members(path):
-        member = _MEMBER.fullmatch(name)
-        if member is None:
-            continue
-        key, suffix = member[1], member[2].lower()
-        if key not in current or suffix in current[key]:  # the same key again is another sample
-            current[key] = {}
-            samples.append((key, current[key]))
-        current[key][suffix] = offset, size
-    index = _Index()
-    places: list[tuple[int, ...]] = []
-    for key, files in samples:
-        image = next((files[suffix] for suffix in IMAGES if suffix in files), None)
-        caption = next((files[suffix] for suffix in CAPTIONS if suffix in files), None)
-        if image is None or caption is None:
-            index.problems["no image" if image is None else "no caption"] += 1
-            continue
-        index.keys.append(key)
-        places.append((*image, *caption, "txt" not in files))
-    if places:
-        index.places = torch.tensor(places, dtype=torch.int64)
-    return index
+    def peek(self, key: Key) -> list[Group] | None:
+        """Its samples, if it was read."""
+        future = self._held.get(key)
+        return future.result()[1] if future is not None and future.done() and not future.exception() else None
+
+    def _drop(self, key: Key) -> None:
+        self._held.pop(key).cancel()
+        self._used.pop(key, None)

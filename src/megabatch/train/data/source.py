@@ -1,15 +1,14 @@
 """What a data source is to the rest: samples by number, each of which may turn out to be bad."""
 
-import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr
+from typing import IO, AnyStr
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 LARGEST_FILE = 2**28  # bytes of an image
 LARGEST_TEXT = 2**20  # characters of a text
@@ -18,6 +17,10 @@ LARGEST_LINE = 2**26  # of a table
 
 class BadSample(Exception):
     """A sample that cannot be used. The text is the kind of reason, the same for all samples of that kind."""
+
+
+class Unread(BadSample):
+    """What holds it could not be read, which is no property of the sample, and may be otherwise another time."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Sample:
         duplicate_key: What tells whether two samples show the same image, or ask the same query.
         image: The content of its file, or an image that was drawn.
         rgb_first: See `preprocessing.Preprocessing`.
-        captions: More captions of the image, for evaluation.
+        captions: More captions of the image.
         negatives: Texts that do not belong with the query, though they may look as if they did.
         label: The number of the image's class, where it has one.
     """
@@ -59,22 +62,13 @@ class Sample:
     label: int | None = None
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Samples that lie together: those with numbers from `start` up to `stop`. `weight` is how often each is drawn
-    where samples are drawn with replacement, relative to others."""
-
-    start: int
-    stop: int
-    weight: float = 1.0
-
-
 class Source(ABC):
     """Samples by number. What it holds can be sent to other processes."""
 
     texts_only = False  # query and positive, no images
     has_negatives = False  # some sample has negatives
-    problems: Mapping[str, int] = {}  # reasons why samples were left out when it was opened, and how often
+    block = 1  # so many samples, counted from the first of a shard, are read at once
+    weights: Tensor | None = None  # how often a sample of each shard is drawn, relative to others
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -88,8 +82,15 @@ class Source(ABC):
         """What a person would look for: a path, a line of a file, a key in a tar."""
 
     @property
-    def shards(self) -> Sequence[Shard]:
-        return [Shard(0, len(self))]
+    def counts(self) -> Tensor:
+        """How many samples each shard has."""
+        return torch.tensor([len(self)])
+
+    def prefetch(self, indices: Iterable[int]) -> None:  # noqa: B027
+        """These will be asked for soon."""
+
+    def keep(self, blocks: int) -> None:  # noqa: B027
+        """So many blocks are in use at a time."""
 
     @abstractmethod
     def fingerprint(self) -> list[str]:
@@ -140,37 +141,3 @@ class Strings:
     def __getitem__(self, index: int) -> str:
         start, stop = self._ends[index : index + 2].tolist()
         return self._encoded[start:stop].decode("utf-8", "surrogatepass")
-
-
-class OpenFiles:
-    """Reads pieces of files, and keeps the last few of them open. Good after a fork, and after pickling."""
-
-    MOST = 64
-
-    def __init__(self) -> None:
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
-
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= self.MOST:
-                os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        self._descriptors.move_to_end(path)
-        try:  # A position of its own: after a fork the descriptor's position is everybody's.
-            data = os.pread(self._descriptors[path], size, offset)
-        except OSError:
-            os.close(self._descriptors.pop(path))  # of a file system that was gone for a while
-            raise
-        if len(data) != size:
-            raise RuntimeError(f"{path}: has {len(data)} bytes from {offset} on, had {size}. It changed while in use.")
-        return data
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._descriptors = OrderedDict()
-
-    def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)

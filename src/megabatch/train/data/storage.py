@@ -1,36 +1,40 @@
 """Bytes of files, wherever they are: on a disk, in an object store, on a web server.
 
-A read asks for a range of a file with one request. It returns exactly these bytes or raises. What fails for a moment is
-tried again. A request that takes much longer than others is sent a second time, and the first answer is taken.
+A read asks for a range of a file in one request. It returns exactly these bytes, or raises. What fails for a moment is
+tried again. A request that takes much longer than others is sent a second time, and the first answer counts.
 """
 
 import asyncio
+import concurrent.futures
 import errno
 import os
 import random
 import re
 import socket
+import stat
 import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 ATTEMPTS = 6
-PAUSE_SECONDS = 0.5  # after the first attempt; doubles with each
-TIMEOUT_SECONDS = 60.0  # of one request
-HEDGE_SECONDS = 1.0  # until a request is sent a second time: at least these,
+PAUSE_SECONDS = 0.5  # after the first attempt; it doubles with each
+TIMEOUT_SECONDS = 60.0
+LISTING_SECONDS = 1800.0  # a folder of a million files takes minutes
+HEDGE_SECONDS = 1.0  # a request is repeated after this time at the least,
 HEDGE_MEDIANS = 4.0  # and so many times the median of recent reads
-LARGEST = 2**30  # bytes of a file that is read whole
+LARGEST = 2**28  # bytes of a file that is read whole
 
-_EXTRAS = {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http"}
+T = TypeVar("T")
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http"}  # what provides a package
+_OPTIONS = {"s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64}}}
+_TAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_modified", "mtime")
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EPIPE, errno.ECONNRESET, socket.EAI_AGAIN}
 _TRANSIENT |= {errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _PERMANENT = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
-
-T = TypeVar("T")
 
 
 class StorageError(OSError):
@@ -42,107 +46,105 @@ class Missing(StorageError):
 
 
 def read(url: str, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of a file, all of them."""
+    """Bytes `start` to `stop` of a file, all of them. Raises StorageError."""
     name, path, wanted = f"{url}, bytes {start} to {stop}", local_path(url), stop - start
 
     def once() -> bytes:
-        data = _thread.files.read(path, start, wanted) if path is not None else _remote(url).read(url, start, stop)
+        data = _remote(url).read(url, start, stop) if path is None else _thread.files.read(path, start, wanted)
         if len(data) == wanted:
             return data
-        size, _ = _info(url)
+        size, _ = _size_and_tag(url)
         if size < stop:
-            raise StorageError(f"{name}: the file has {size} bytes, fewer than its index says. It changed.")
+            raise StorageError(f"{name}: the file is shorter than its index says, {size} bytes. It changed.")
         if len(data) > wanted:
-            raise StorageError(
-                f"{name}: the server ignores Range and sent {len(data)} bytes. Use one that supports it."
-            )
+            raise StorageError(f"{name}: got {len(data)} bytes. The server ignores Range: use one that does not.")
         raise EOFError(f"{len(data)} of {wanted} bytes came")
 
     return _retried(name, once) if wanted else b""
 
 
-def read_all(url: str, largest: int = LARGEST) -> bytes:
+def read_all(url: str) -> bytes:
     size, _ = size_and_tag(url)
-    if size > largest:
-        raise ValueError(f"{url}: must have at most {largest} bytes, has {size}.")
+    if size > LARGEST:
+        raise ValueError(f"{url}: must have at most {LARGEST} bytes, has {size}.")
     return read(url, 0, size)
 
 
 def size_and_tag(url: str) -> tuple[int, str]:
-    """Size in bytes, and what changes when the file does: its ETag, or the time of its last change."""
-    return _retried(url, lambda: _info(url))
-
-
-def local_path(url: str) -> str | None:
-    """The path of a local file, None for what is elsewhere."""
-    if url.startswith("file://"):
-        return url.removeprefix("file://")
-    return None if re.match(r"[a-z][a-z0-9+.-]+://", url) else url
+    """Bytes of a file, and what changes when the file does: its ETag, or the time of its last change."""
+    return _retried(url, lambda: _size_and_tag(url))
 
 
 def ask(url: str, method: str, **options: Any) -> Any:
-    """What a method of the remote file system returns, such as `ls`. Retried."""
-    return _retried(url, lambda: _remote(url).ask(method, url, **options))
+    """What a method of a remote file system returns, such as `ls`."""
+    return _retried(url, lambda: _remote(url).ask(url, method, LISTING_SECONDS, **options))
 
 
-def tag_of(info: dict[str, Any]) -> str:
-    names = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_modified", "mtime", "created")
-    return next((str(info[name]) for name in names if info.get(name)), "")
+def local_path(url: str) -> str | None:
+    """The path of a local file, None for any other."""
+    path = url.removeprefix("file://")
+    return None if re.match(r"[a-z][a-z0-9+.-]+://", path) else path
 
 
-def _info(url: str) -> tuple[int, str]:
+def tag_of(info: Mapping[str, Any]) -> str:
+    return next((str(info[name]) for name in _TAGS if info.get(name)), "")
+
+
+def _size_and_tag(url: str) -> tuple[int, str]:
     path = local_path(url)
     if path is not None:
         status = os.stat(path)
-        return status.st_size, str(status.st_mtime_ns)
-    info = _remote(url).ask("info", url)
-    if info["size"] is None:
-        raise StorageError(f"{url}: the server does not tell its size. Use one that sends Content-Length.")
-    return info["size"], tag_of(info)
+        is_file, size, tag = stat.S_ISREG(status.st_mode), status.st_size, str(status.st_mtime_ns)
+    else:
+        info = _remote(url).ask(url, "info", TIMEOUT_SECONDS)
+        is_file, size, tag = info["type"] == "file", info["size"], tag_of(info)
+    if not is_file or size is None:
+        raise StorageError(f"{url}: must be a file{' with a known size' * is_file}, is something else.")
+    return size, tag
 
 
 def _retried(name: str, function: Callable[[], T]) -> T:
-    for attempt in range(1, ATTEMPTS + 1):
+    attempt = 1
+    while True:
         try:
             return function()
         except (StorageError, ModuleNotFoundError):
             raise
         except Exception as error:
-            while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+            while isinstance(error.__cause__, Exception):  # libraries wrap what went wrong
                 error = error.__cause__
             status = _status(error)
             if status == 404 or (status is None and isinstance(error, FileNotFoundError)):
                 raise Missing(f"{name}: there is no such file.") from None
             if status == 416:
-                raise StorageError(f"{name}: the file ends before, other than its index says. It changed.") from None
-            if attempt == ATTEMPTS or not _transient(error, status):
-                times = "once" if attempt == 1 else f"{attempt} times"
-                raise StorageError(f"{name}: tried {times}: {str(error) or type(error).__name__}") from None
-        # Not from the seeded generators: neither may a pause move them, nor may ranks pause in step.
-        time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) * (0.5 + random.SystemRandom().random()))
-    raise AssertionError("unreachable")
+                raise StorageError(f"{name}: the file is shorter than its index says. It changed.") from None
+            if attempt == ATTEMPTS or not _is_transient(error, status):
+                cause = str(error) or type(error).__name__
+                raise StorageError(f"{name}: tried {attempt} time{'s' * (attempt > 1)}: {cause}") from None
+        # Of the system's generator: seeded ones would move, and workers would pause in step.
+        time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) * random.SystemRandom().uniform(0.5, 1.5))
+        attempt += 1
 
 
-def _transient(error: Exception, status: int | None) -> bool:
+def _is_transient(error: Exception, status: int | None) -> bool:
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _TRANSIENT
-    return not isinstance(error, _PERMANENT)
+    return not isinstance(error, _PERMANENT) and "Credentials" not in type(error).__name__
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status, where each library keeps it."""
+    """The HTTP status of an error of aiohttp, gcsfs, Hugging Face or botocore."""
     response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
-        response = response.get("ResponseMetadata", {})
-        return response.get("HTTPStatusCode")  # type: ignore[no-any-return]
-    found = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
+    found = [getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None)]
+    if isinstance(response, dict):
+        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     return next((status for status in found if isinstance(status, int)), None)
 
 
 class _OpenFiles:
-    """Reads pieces of local files, and keeps the last few open. Each thread has its own: none closes another's."""
+    """Reads parts of local files, and keeps the last few open."""
 
     MOST = 16
 
@@ -153,9 +155,9 @@ class _OpenFiles:
         if path not in self._descriptors:
             if len(self._descriptors) >= self.MOST:
                 os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
         self._descriptors.move_to_end(path)
-        try:  # A position of its own: after a fork the descriptor's position is everybody's.
+        try:  # pread has a position of its own: after a fork the descriptor's position is everybody's.
             return os.pread(self._descriptors[path], size, start)
         except OSError:
             os.close(self._descriptors.pop(path))  # of a file system that was gone for a while
@@ -167,75 +169,70 @@ class _OpenFiles:
 
 
 class _Thread(threading.local):
+    """Each thread has its own open files, so that none closes what another reads."""
+
     def __init__(self) -> None:
         self.files = _OpenFiles()
 
 
-_thread = _Thread()
-
-
 class _Remote:
-    """A file system of fsspec. One that was made before a fork cannot be used after it."""
+    """A file system of fsspec. It must be used in the process that made it."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
 
+        options = _OPTIONS.get(url.partition("://")[0], {})
         try:
-            self.files, _ = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+            self._system, _ = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError as error:
-            package = next((name for name in _EXTRAS if name in str(error)), None)
-            help = f": pip install 'megabatch[{_EXTRAS[package]}]'" if package else f". {error}"
-            raise ModuleNotFoundError(f"{url}: a package is not installed{help}", name=package) from None
-        self.files.retries = 1  # of s3fs, each of which would be multiplied by ours
-        self._threads = ThreadPoolExecutor(64)  # for file systems that do not use asyncio
-        self._seconds: deque[float] = deque([0.0], maxlen=64)
+            package = next((package for package in _EXTRAS if package in str(error)), None)
+            help = f"pip install 'megabatch[{_EXTRAS[package]}]'" if package else str(error)
+            raise ModuleNotFoundError(f"{url}: a package is missing: {help}", name=package) from None
+        self._system.retries = 1  # of s3fs: `_retried` would multiply them
+        self._threads = ThreadPoolExecutor(64)  # where the file system does not use asyncio
+        self._seconds = deque([0.0], maxlen=64)
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        # Without `size` each open asks for it, without "none" as much again is read ahead.
-        unbuffered = {"size": stop, "cache_type": "none"} if url.startswith("hf:") else {}
-        options = {"start": start, "end": stop, **unbuffered}
+        options: dict[str, Any] = {"start": start, "end": stop}
+        if url.startswith("hf:"):  # else each read asks for the size, and reads ahead
+            options |= {"size": stop, "cache_type": "none"}
         begun = time.monotonic()
-        path = self.files._strip_protocol(url)
-        pending = {self._begin("cat_file", path, **options)}
-        requests = set(pending)
-        try:
-            patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(self._seconds)))
-            done, pending = wait(pending, min(patience, TIMEOUT_SECONDS))
-            if not done:
-                pending.add(self._begin("cat_file", path, **options))
-                requests |= pending
-            while not any(each.exception() is None for each in done) and pending:
-                left = begun + TIMEOUT_SECONDS - time.monotonic()
-                done, pending = wait(pending, max(left, 0.0), return_when=FIRST_COMPLETED)
-                if not done:
-                    raise TimeoutError(f"no answer in {TIMEOUT_SECONDS:g} s")
-        finally:
-            for each in requests:
-                each.cancel()
-        data: bytes = min(done, key=lambda each: each.exception() is not None).result()
+        requests = [self._begin(url, "cat_file", **options)]
+        patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(self._seconds)))
+        if not concurrent.futures.wait(requests, patience).done:
+            requests.append(self._begin(url, "cat_file", **options))
+        data: bytes = _first_answer(requests, TIMEOUT_SECONDS)
         self._seconds.append(time.monotonic() - begun)
         return data
 
-    def ask(self, method: str, url: str, **options: Any) -> Any:
-        request = self._begin(method, self.files._strip_protocol(url), **options)
-        if not wait([request], TIMEOUT_SECONDS).done:
+    def ask(self, url: str, method: str, timeout: float, **options: Any) -> Any:
+        return _first_answer([self._begin(url, method, **options)], timeout)
+
+    def _begin(self, url: str, method: str, **options: Any) -> "Future[Any]":
+        path = self._system._strip_protocol(url)
+        if self._system.async_impl:
+            coroutine = getattr(self._system, f"_{method}")(path, **options)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._system.loop)
+        return self._threads.submit(getattr(self._system, method), path, **options)
+
+
+def _first_answer(requests: "list[Future[Any]]", timeout: float) -> Any:
+    try:
+        for request in concurrent.futures.as_completed(requests, timeout):
+            if request.exception() is None:
+                return request.result()
+        return requests[0].result()
+    except concurrent.futures.TimeoutError:
+        raise TimeoutError(f"no answer in {timeout:g} s") from None
+    finally:
+        for request in requests:
             request.cancel()
-            raise TimeoutError(f"no answer in {TIMEOUT_SECONDS:g} s")
-        return request.result()
-
-    def _begin(self, method: str, *args: Any, **options: Any) -> "Future[Any]":
-        if self.files.async_impl:
-            return asyncio.run_coroutine_threadsafe(
-                getattr(self.files, f"_{method}")(*args, **options), self.files.loop
-            )
-        return self._threads.submit(getattr(self.files, method), *args, **options)
-
-
-_remotes: dict[tuple[int, str], _Remote] = {}
 
 
 def _remote(url: str) -> _Remote:
     key = os.getpid(), "/".join(url.split("/")[:3])
-    if key not in _remotes:
-        _remotes.setdefault(key, _Remote(url))
-    return _remotes[key]
+    return _remotes.get(key) or _remotes.setdefault(key, _Remote(url))
+
+
+_remotes: dict[tuple[int, str], _Remote] = {}
+_thread = _Thread()

@@ -25,10 +25,11 @@ class Table(Source):
 
     Relative paths start at the file's own folder or, where no image is found there, at the current folder, as
     OpenCLIP's do: one or the other for the whole file. A file whose name ends in .json is one of COCO's: "images" with
-    id and file_name, "annotations" with image_id and caption. One whose name ends in .jsonl has a JSON object per line,
-    with the path of an image and a caption or a list of captions, named as `fields` says.
+    id and file_name, "annotations" with image_id and caption.
 
     Args:
+        fields: The file has a JSON object per line, with the path of an image and a caption, or a list of captions,
+            under these names.
         per_image: Rows that name the same file are one sample, with several captions. Otherwise each is a sample.
     """
 
@@ -45,8 +46,8 @@ class Table(Source):
         self._path = Path(path)
         if self._path.suffix == ".json":
             rows = _coco_rows(self._path)
-        elif self._path.suffix == ".jsonl":
-            rows = _json_rows(self._path, fields or Fields())
+        elif fields is not None:
+            rows = _json_rows(self._path, fields)
         else:
             rows = _rows(self._path, separator, image_key, caption_key)
         self._rows = Strings(itertools.chain.from_iterable(rows))  # file, caption, file, caption, ...
@@ -116,8 +117,11 @@ def open_lines(path: str | Path, fields: Fields, *, per_image: bool) -> Source:
     check_file(Path(path))
     with Path(path).open("rb") as file:
         line = next(filter(bytes.strip, lines_of(file, Path(path))), b"{}")
-    is_image = not set(fields.columns[0]).isdisjoint(json_object(line, f"{path}: the first line"))
-    return Table(path, fields=fields, per_image=per_image) if is_image else TextPairs(path)
+    if set(fields.columns[0]).isdisjoint(json_object(line, f"{path}: the first line")):
+        return TextPairs(path)
+    if fields.probs:
+        raise ValueError(f"--json-text-key-probs: must come with tars, image folders or Parquet files, got {path}.")
+    return Table(path, fields=fields, per_image=per_image)
 
 
 def _json_rows(path: Path, fields: Fields) -> Iterator[tuple[str, str]]:

@@ -57,11 +57,12 @@ class InProcess:
 
     def send(self, request: Request) -> None:
         self.pending.append(request)
+        self.source.prefetch(_samples(request))
 
     def receive(self) -> tuple[Request, Piece]:
         """The oldest request, and what it asked for."""
         request = self.pending.popleft()
-        return request, self.prepare(self.source, *_passes_and_samples(request))
+        return request, self.prepare(self.source, _passes(request), _samples(request))
 
     def end(self) -> None:
         pass
@@ -102,7 +103,7 @@ class Worker(InProcess):
         self._end()
 
     def send(self, request: Request) -> None:
-        super().send(request)
+        self.pending.append(request)
         self._pipe.send(request)
 
     def receive(self) -> tuple[Request, Piece]:
@@ -156,20 +157,28 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _passes_and_samples(request: Request) -> tuple[list[int], list[int]]:
-    return [row.number for row in request.rows], [row.sample for row in request.rows]
+def _passes(request: Request) -> list[int]:
+    return [row.number for row in request.rows]
+
+
+def _samples(request: Request) -> list[int]:
+    return [row.sample for row in request.rows]
 
 
 def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> None:
     """Until the trainer ends it, or is no more."""
     torch.set_num_threads(1)
     trainer = os.getppid()
+    requests: deque[Request] = deque()
     while os.getppid() == trainer:
-        if not pipe.poll(5):
+        while pipe.poll(0 if requests else 5):
+            requests.append(pipe.recv())
+            source.prefetch(_samples(requests[-1]))
+        if not requests:
             continue
-        request = pipe.recv()
+        request = requests.popleft()
         try:
-            piece = prepare(source, _passes_and_samples(request)[0], _noting(request, position))
+            piece = prepare(source, _passes(request), _noting(request, position))
         except Exception as error:
             pipe.send((error, traceback.format_exc()))
         else:
