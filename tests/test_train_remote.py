@@ -1,4 +1,4 @@
-"""Bytes of files on disks, S3 and web servers, with real servers on loopback; and the shards that `--train-data` names."""
+"""Bytes of files on disks, S3 and web servers, which run here, and the shards that `--train-data` names."""
 
 import errno
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import fsspec.registry
 import pytest
+from fsspec.registry import _registry
 from moto.server import ThreadedMotoServer
 
 from megabatch.train.data import storage
@@ -362,7 +362,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
-    monkeypatch.delitem(fsspec.registry._registry, protocol, raising=False)
+    monkeypatch.delitem(_registry, protocol, raising=False)
     with pytest.raises(ModuleNotFoundError, match=rf"missing: pip install 'megabatch\[{extra}\]'") as raised:
         read(f"{protocol}://nowhere/a.tar", 0, 1)
     assert raised.value.name == package

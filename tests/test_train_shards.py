@@ -442,7 +442,7 @@ def test_an_index_of_two_billion_samples_opens_in_little_memory(tmp_path: Path) 
     shards_, samples = 200_000, 10_000
     blocks = -(-samples // 64)
     offsets = np.arange(blocks, dtype=np.uint32) * 4000
-    entries = [index.Entry(f"{i:06}.tar", '"tag"', 5 * 10**8, samples, offsets) for i in range(shards_)]
+    entries = [index.Entry(f"{i:06}.tar", '"tag"', 5 * 10**8, samples, i, offsets) for i in range(shards_)]
     index.write(tmp_path / index.NAME, entries)
     del entries
     assert (tmp_path / index.NAME).stat().st_size < 2 * 4 * shards_ * blocks

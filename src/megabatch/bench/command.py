@@ -16,5 +16,6 @@ COMMANDS = {
     "chunked": ("megabatch.bench.chunked", "cost of encoding in chunks"),
     "step": ("megabatch.bench.step", "share of the loss in a training step, and when it matters"),
     "tiling": ("megabatch.bench.tiling", "cost of tiles, and where a step spends its time"),
+    "data": ("megabatch.bench.data", "samples per second of a data worker"),
     "paper": ("megabatch.bench.paper", "the tables of arXiv 2410.17243 at this machine's scale"),
 }

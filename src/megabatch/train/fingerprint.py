@@ -17,9 +17,9 @@ def data_line(file: Path | str, samples: int, *content: object, size: int | None
     for part in content:
         digest.update(part if isinstance(part, bytes) else repr(part).encode(errors="surrogatepass"))
         digest.update(b"\0")
-    if isinstance(file, Path):
-        file, size = file.name, file.stat().st_size
-    return f"{file}: " + (f"{size} bytes, " if size is not None else "") + f"{samples} samples, {digest.hexdigest()}"
+    name = file.name if isinstance(file, Path) else file
+    size = file.stat().st_size if isinstance(file, Path) else size
+    return f"{name}: " + (f"{size} bytes, " if size is not None else "") + f"{samples} samples, {digest.hexdigest()}"
 
 
 def numbers(table: Tensor) -> list[int]:

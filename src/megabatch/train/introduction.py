@@ -29,9 +29,6 @@ def introduce(trainer: "Trainer") -> None:
         )
     if warmup_steps(options, trainer.total_steps) > trainer.total_steps:
         report.warn(f"--warmup {options.warmup} is longer than the run: --lr {options.lr} is never reached")
-    for source in filter(None, (trainer.source, trainer.held_out)):
-        for reason, times in source.problems.items():
-            report.warn(f"left out when the data was opened: {times} × {reason}")
     if trainer.resumed is None:
         return
     path, ranks, config = trainer.resumed

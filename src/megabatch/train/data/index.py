@@ -1,7 +1,7 @@
 """The index of tar shards: where every 64th sample starts. It is made once and memory-mapped from then on.
 
 A folder has one index file, `megabatch.index`, of all its shards that were ever asked for: 4 bytes per 64 samples, and
-a line of text and two numbers per shard. It lies beside the shards or, where it cannot, in a cache folder. Nothing is
+a line of text and three numbers per shard. It lies beside the shards or, where it cannot, in a cache folder. Nothing is
 kept per sample or per key: the part of a shard that is read is parsed again.
 """
 
@@ -44,12 +44,19 @@ _LOGGER = logging.getLogger("megabatch")
 
 
 class Entry(NamedTuple):
-    """A shard in an index. `offsets` of every 64th sample are in units of 512 bytes."""
+    """A shard in an index.
+
+    Attributes:
+        tag: Of the file: of a copy it may be another.
+        digest: Of names, places and sizes of all that is in it.
+        offsets: Of every 64th sample, in units of 512 bytes.
+    """
 
     name: str
     tag: str
     size: int
     samples: int
+    digest: int
     offsets: "np.ndarray[Any, np.dtype[np.uint32]]"
 
 
@@ -58,7 +65,7 @@ class IndexFile:
 
     Attributes:
         stamp: Another for another content.
-        sizes, samples: Of each shard.
+        sizes, samples, digests: Of each shard.
         starts: Which of `offsets` is its first.
     """
 
@@ -71,11 +78,12 @@ class IndexFile:
         header = json.loads(content[len(_MAGIC) : end].tobytes())
         self.stamp, shards, text = str(header["stamp"]), int(header["shards"]), int(header["text"])
         start = _aligned(end + text)
-        if len(content) != start + 16 * shards + 4 * header["blocks"]:
+        if len(content) != start + 24 * shards + 4 * header["blocks"]:
             raise ValueError(f"{path}: must be a whole index, is a part of one. Remove it.")
         self._text = content[end : end + text]
-        self.sizes, self.samples = content[start : start + 16 * shards].view(np.int64).reshape(2, shards)
-        self.offsets = content[start + 16 * shards :].view(np.uint32)
+        numbers = content[start : start + 24 * shards].view(np.int64).reshape(3, shards)
+        self.sizes, self.samples, self.digests = numbers
+        self.offsets = content[start + 24 * shards :].view(np.uint32)
         blocks = -(-self.samples // BLOCK_SAMPLES)
         self.starts = np.cumsum(blocks) - blocks
 
@@ -89,7 +97,7 @@ class IndexFile:
         for row, (name, tag) in enumerate(self.names_and_tags()):
             samples, start = int(self.samples[row]), int(self.starts[row])
             offsets = self.offsets[start : start + -(-samples // BLOCK_SAMPLES)]
-            yield Entry(name, tag, int(self.sizes[row]), samples, offsets)
+            yield Entry(name, tag, int(self.sizes[row]), samples, int(self.digests[row]), offsets)
 
 
 def _aligned(position: int) -> int:
@@ -98,12 +106,15 @@ def _aligned(position: int) -> int:
 
 def write(path: Path, entries: Sequence[Entry]) -> IndexFile:
     text = "".join(json.dumps([entry.name, entry.tag]) + "\n" for entry in entries).encode()
-    numbers = np.array([[entry.size for entry in entries], [entry.samples for entry in entries]], dtype=np.int64)
+    numbers = np.array([(entry.size, entry.samples, entry.digest) for entry in entries], dtype=np.int64).T
     offsets = np.concatenate([np.zeros(0, np.uint32), *(entry.offsets for entry in entries)]).astype(np.uint32)
     stamp = hashlib.blake2b(text + numbers.tobytes() + offsets.tobytes(), digest_size=16).hexdigest()
     header = {"stamp": stamp, "shards": len(entries), "blocks": len(offsets), "text": len(text)}
     head = _MAGIC + json.dumps(header).encode() + b"\n" + text
-    content = head.ljust(_aligned(len(head)), b"\0") + numbers.tobytes() + offsets.tobytes()
+    return _write(path, head.ljust(_aligned(len(head)), b"\0") + numbers.tobytes() + offsets.tobytes())
+
+
+def _write(path: Path, content: bytes) -> IndexFile:
     path.parent.mkdir(parents=True, exist_ok=True)
     atomically(path, lambda file: file.write(content))
     return IndexFile(path)
@@ -116,7 +127,7 @@ class Index:
     Attributes:
         urls: Where each is.
         weights: How often each is drawn, relative to others.
-        sizes, samples: In bytes, and how many there are in it.
+        sizes, samples, digests: Of each, see `Entry`.
         file_of, first: In which of `files` its offsets are, and which of them is its first.
     """
 
@@ -124,6 +135,7 @@ class Index:
     weights: Tensor
     sizes: Tensor
     samples: Tensor
+    digests: Tensor
     file_of: Tensor
     first: Tensor
     files: list[IndexFile]
@@ -146,16 +158,14 @@ def shared(world: World, make: Callable[[], Index]) -> Index:
         raise error
     files = world.broadcast([(file.path, file.stamp) for file in index.files] if index is not None else None)
     mine = [_opened(path, stamp) or _opened(_copy(stamp), stamp) for path, stamp in files]
-    for number, lacking in enumerate(zip(*world.gather([file is None for file in mine]), strict=True)):
-        if any(lacking):
-            path, stamp = files[number]
-            content = world.broadcast(path.read_bytes() if world.rank == 0 else None)
+    everyones = world.gather([file is None for file in mine])
+    for number, (path, stamp) in enumerate(files):
+        if any(lacking[number] for lacking in everyones):
+            content: bytes = world.broadcast(path.read_bytes() if world.rank == 0 else None)
             if mine[number] is None:
-                _copy(stamp).parent.mkdir(parents=True, exist_ok=True)
-                atomically(_copy(stamp), lambda file, content=content: file.write(content))
-                mine[number] = IndexFile(_copy(stamp))
+                mine[number] = _write(_copy(stamp), content)
     found: Index = world.broadcast(replace(index, files=[]) if index is not None else None)
-    return replace(found, files=mine)
+    return replace(found, files=[file for file in mine if file is not None])
 
 
 def _opened(path: Path, stamp: str) -> IndexFile | None:
@@ -206,12 +216,13 @@ def make(shards: Sequence[Listed], *, skip_bad: bool = False, told: Told = lambd
     file_of = torch.tensor([number_of[_folder_of(shard)] for shard, _ in kept], dtype=torch.int64)
     files = [folder.file for folder in folders.values()]
     numbers = [
-        [int(column[row]) for column in (file.sizes, file.samples, file.starts)]
+        [int(column[row]) for column in (file.sizes, file.samples, file.digests, file.starts)]
         for file, row in ((folders[_folder_of(shard)].file, row) for shard, row in kept)
     ]
-    sizes, samples, first = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).unbind(1)
+    columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 4)
+    sizes, samples, digests, first = columns.T.contiguous()
     weights = torch.tensor([shard.weight for shard, _ in kept], dtype=torch.float64)
-    return Index(Strings(shard.url for shard, _ in kept), weights, sizes, samples, file_of, first, files)
+    return Index(Strings(shard.url for shard, _ in kept), weights, sizes, samples, digests, file_of, first, files)
 
 
 def _folder_of(shard: Listed) -> str:
@@ -272,8 +283,8 @@ class _Folder:
 def _read_journal(path: Path) -> Iterator[Entry]:
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError):  # the last line of a process that was killed
-            *values, offsets = json.loads(line)
-            yield Entry(*values, np.frombuffer(base64.b64decode(offsets), np.uint32))
+            name, tag, size, samples, digest, offsets = json.loads(line)
+            yield Entry(name, tag, size, samples, digest, np.frombuffer(base64.b64decode(offsets), np.uint32))
 
 
 def _index_path(folder: str) -> Path:
@@ -317,8 +328,12 @@ def _end_with(parent: int) -> None:
 
 
 def scan(shard: Listed) -> Entry | str:
+    content = hashlib.blake2b(digest_size=7)
     try:
-        starts = _of_energon(shard) or [group.start for group in groups(_reader(shard), shard.size)]
+        starts = _of_energon(shard)
+        for group in groups(_reader(shard), shard.size) if not starts else ():
+            starts.append(group.start)
+            content.update(repr(group).encode(errors="surrogateescape"))
         expected = _of_img2dataset(shard)
     except BadTar as error:
         return f"it has {error}"
@@ -330,8 +345,10 @@ def scan(shard: Listed) -> Entry | str:
         return f"it has {len(starts)} samples where img2dataset counted {expected}"
     if any(start % BLOCK or start // BLOCK >= 2**32 for start in starts):
         return "it has samples beyond 2 TiB, or where no header can be"
-    offsets = np.array(starts[::BLOCK_SAMPLES], dtype=np.int64) // BLOCK
-    return Entry(_name_of(shard), shard.tag, shard.size, len(starts), offsets.astype(np.uint32))
+    offsets = (np.array(starts, dtype=np.int64) // BLOCK).astype(np.uint32)
+    content.update(offsets.tobytes())
+    digest = int.from_bytes(content.digest(), "big")
+    return Entry(_name_of(shard), shard.tag, shard.size, len(starts), digest, offsets[::BLOCK_SAMPLES])
 
 
 def _reader(shard: Listed) -> Callable[[int, int], bytes]:

@@ -25,6 +25,7 @@ from .source import BadSample, Sample, Source, Unread, printable
 
 LARGEST_HELD = 2**32  # bytes of row groups in a process
 _ARROW_BLOCK = 64  # samples
+_ERRORS = (OSError, ValueError, NotImplementedError)  # of pyarrow, about a file
 _SPLIT = re.compile(r"(?:^|[/._-])(train|test|val|valid|validation|dev)(?=[/._-])")
 
 
@@ -69,7 +70,7 @@ class Parquet(Source):
         try:
             values = {name: table.column(name)[row].as_py() for name in self._columns}
             if self.texts_only:
-                return pair_of({name: value for name, value in values.items() if value is not None}, "row")
+                return pair_of(values, "row")
         except UnicodeDecodeError:
             raise BadSample("text is not UTF-8") from None
         except ValueError:
@@ -141,7 +142,7 @@ class Parquet(Source):
                 opened = _opened(self._files[file])
                 is_table = _is_arrow(self._files[file])
                 table = opened if is_table else opened.read_row_group(number, self._columns, use_threads=False)
-            except (OSError, ValueError) as error:  # pyarrow's are one or the other
+            except _ERRORS as error:
                 table = f"{printable(self._files[file].url)}, row group {number}: {error}"
             self._tables[group] = table
         self._tables.move_to_end(group)
@@ -190,7 +191,7 @@ def _opened(file: Listed) -> Any:
         return pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
     except storage.StorageError:
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    except _ERRORS as error:
         kind = "an Arrow stream of save_to_disk" if _is_arrow(file) else "a whole Parquet file"
         raise ValueError(f"{printable(file.url)}: must be {kind}, got: {error}. Fetch or write it anew.") from None
 

@@ -68,11 +68,12 @@ class Shards(Source):
         self._blocks.most = blocks
 
     def fingerprint(self) -> list[str]:
-        index, lines = self._index, []
-        for shard, (size, samples) in enumerate(zip(index.sizes.tolist(), index.samples.tolist(), strict=True)):
-            last = index.block(shard, (samples - 1) // BLOCK_SAMPLES) if samples else None
-            lines.append(data_line(index.urls[shard].rpartition("/")[2], samples, last, size=size))
-        return lines
+        index = self._index
+        numbers = zip(index.sizes.tolist(), index.samples.tolist(), index.digests.tolist(), strict=True)
+        return [
+            data_line(index.urls[shard].rpartition("/")[2], samples, digest, size=size)
+            for shard, (size, samples, digest) in enumerate(numbers)
+        ]
 
     def _place(self, index: int) -> tuple[Key, int]:
         """The block of a sample, and its number in the block."""

@@ -111,8 +111,8 @@ def _retried(name: str, function: Callable[[], T]) -> T:
         except (StorageError, ModuleNotFoundError):
             raise
         except Exception as error:
-            while isinstance(error.__cause__, Exception):  # libraries wrap what went wrong
-                error = error.__cause__
+            while isinstance(error, OSError) and isinstance(error.__cause__, Exception):
+                error = error.__cause__  # a library's own, such as an HTTP status behind a FileNotFoundError
             status = _status(error)
             if status == 404 or (status is None and isinstance(error, FileNotFoundError)):
                 raise Missing(f"{name}: there is no such file.") from None
@@ -135,11 +135,12 @@ def _is_transient(error: Exception, status: int | None) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status of an error of aiohttp, gcsfs, Hugging Face or botocore."""
+    """The HTTP status of an error of aiohttp, Hugging Face, gcsfs or botocore."""
     response = getattr(error, "response", None)
-    found = [getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None)]
     if isinstance(response, dict):
-        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    places = ((error, "status"), (response, "status_code"), (error, "code"))
+    found = (getattr(place, name, None) for place, name in places)
     return next((status for status in found if isinstance(status, int)), None)
 
 
@@ -179,7 +180,7 @@ class _Remote:
     """A file system of fsspec. It must be used in the process that made it."""
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped, unused-ignore]
 
         options = _OPTIONS.get(url.partition("://")[0], {})
         try:
