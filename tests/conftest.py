@@ -31,7 +31,7 @@ from megabatch.backends import workspace
 from megabatch.bench import processes
 from megabatch.distributed.world import World
 
-from .ranks import Pool
+from .ranks import LoggedLines, Pool
 
 # A shell that runs tests in the background has them ignore Ctrl-C, which some of them send.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -120,3 +120,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def logged() -> Iterator[LoggedLines]:
+    with LoggedLines("megabatch") as lines:
+        yield lines

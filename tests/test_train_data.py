@@ -908,12 +908,6 @@ class Deadly(Pictures):
         return super().__getitem__(index)
 
 
-@pytest.fixture
-def logged() -> Iterator[LoggedLines]:
-    with LoggedLines("megabatch") as lines:
-        yield lines
-
-
 DEADLY = {3: signal.SIGSEGV, 4: signal.SIGKILL, 11: signal.SIGBUS}
 
 

@@ -8,28 +8,28 @@ import os
 import pickle
 import signal
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from megabatch.train.data.listing import expand
+import torch
 
+from megabatch.distributed.world import World
 from megabatch.train.config import Data
 from megabatch.train.data import index, open_source, storage, tars
 from megabatch.train.data.index import IndexFile
+from megabatch.train.data.listing import expand
 from megabatch.train.data.order import Order
 from megabatch.train.data.source import BadSample, Source
 
-from .ranks import LoggedLines
-from .test_train_data import (  # noqa: F401 (logged is a fixture)
+from .ranks import LoggedLines, Pool
+from .test_train_data import (
     EXE,
     NOT_AN_IMAGE,
     captions_of,
     encoded,
     load,
-    logged,
     make_prepare,
     picture,
     png_of_size,
@@ -144,9 +144,7 @@ def test_samples_without_image_or_caption_are_bad(tmp_path: Path) -> None:
     (batch,) = load(open_source(str(path)), batch_size=4, last_step=1)
     assert captions_of(batch) == ["c"]
     assert dict(batch.bad) == {f"{path}: a": "no caption", f"{path}: b": "no image", f"{path}: d": "no image"}
-    with pytest.raises(
-        ValueError, match=r"1\.tar: a: no caption, and none of the samples after it.*--text-key"
-    ):
+    with pytest.raises(ValueError, match=r"1\.tar: a: no caption, and none of the samples after it.*--text-key"):
         open_source(str(write_tar(tmp_path / "1.tar", {"a.jpg": image, "a.cls": b"3"})))
 
 
@@ -602,3 +600,46 @@ def test_tars_that_lie_are_refused_by_name(tmp_path: Path, case: str) -> None:
     (tmp_path / "a.tar").write_bytes(content + bytes(1024))
     with pytest.raises(ValueError, match=rf"a\.tar: it has {message}"):
         open_source(str(tmp_path / "a.tar"))
+
+
+# ---- ranks
+
+
+def opened_on_a_rank(rank: int, group: Any, folder: str, own_disk: bool) -> tuple[list[str], str]:
+    """What rank 1 sees, which may have another disk than rank 0: only the shards are on both."""
+    world = World(torch.device("cpu"), rank, 2, group)
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/cache{rank}"
+    real = index.IndexFile.__init__
+
+    def only_own(self: IndexFile, path: Path) -> None:
+        if own_disk and f"cache{1 - rank}" in str(path):
+            raise FileNotFoundError(path)
+        real(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # so that the index is in the cache
+        patch.setattr(index.IndexFile, "__init__", only_own)
+        patch.setattr(index, "make", index.make if rank == 0 else None)
+        source: Any = open_source(f"{folder}/{{0..2}}.tar", world=world)
+    return texts(source), str(source._index.files[0].path)
+
+
+@pytest.mark.parametrize("own_disk", [False, True])
+def test_one_rank_makes_the_index_and_others_are_given_it(many: str, pool: Pool, own_disk: bool) -> None:
+    (first, at_first), (second, at_second) = pool.run(2, opened_on_a_rank, str(Path(many).parent), own_disk)
+    assert first == second == [f"caption {i}" for i in range(224)]
+    assert "cache0" in at_first
+    assert ("cache1" if own_disk else "cache0") in at_second
+
+
+def failing_on_a_rank(rank: int, group: Any, folder: str) -> str:
+    with pytest.raises(ValueError, match="must be whole") as error:
+        open_source(f"{folder}/{{0..3}}.tar", world=World(torch.device("cpu"), rank, 2, group))
+    return str(error.value)
+
+
+def test_bad_shards_are_an_error_on_all_ranks(many: str, pool: Pool) -> None:
+    (Path(many).parent / "3.tar").write_bytes(b"x" * 1024)
+    first, second = pool.run(2, failing_on_a_rank, str(Path(many).parent))
+    assert "3.tar" in first
+    assert first == second

@@ -54,14 +54,14 @@ def expand(what: str, *, factors: str | None = None) -> list[Listed]:
             .yaml file is an OpenCLIP manifest.
         factors: Weights of the sources, with `::` between them.
     """
-    sources = _manifest(what) if re.search(r"\.(json|ya?ml)$", what) else [(each, 1.0) for each in _split(what)]
+    sources = _manifest(what) if re.search(r"\.(json|ya?ml)$", what) else [([each], 1.0) for each in _split(what)]
     if factors is not None:
         weights = _factors(factors)
         if len(weights) != len(sources):
             counts = f"{len(weights)} for {len(sources)}"
             raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
-        sources = [(source, weight) for (source, _), weight in zip(sources, weights, strict=True)]
-    shards = [(url, weight, known) for source, weight in sources for url, known in _urls(source)]
+        sources = [(patterns, weight) for (patterns, _), weight in zip(sources, weights, strict=True)]
+    shards = [(url, weight, known) for patterns, weight in sources for url, known in _urls(patterns)]
     if not shards:
         raise ValueError(f"{what}: must name at least one shard, names none.")
     asked = _sizes_and_tags([url for url, _, known in shards if known is None])
@@ -89,30 +89,38 @@ def _factors(factors: str) -> list[float]:
         raise ValueError(f"--train-data-upsampling-factors: must be numbers, such as 1::2, got {factors!r}.") from None
 
 
-def _manifest(url: str) -> list[tuple[str | list[str], float]]:
+def _manifest(url: str) -> list[tuple[list[str], float]]:
     """OpenCLIP's: sources with their weights, or with the fraction of all drawn samples that each is to have."""
     import yaml
 
     text = read_all(url)
+    sources = []
     try:
         content = json.loads(text) if url.endswith(".json") else yaml.safe_load(text)
         by_fraction = {"raw": False, "mixture_fraction": True}[content.get("weight_mode", "raw")]
-        return [
-            (each["shards"], each["mixture_fraction"] / each["samples"] if by_fraction else each["sampling_weight"])
-            for each in content["sources"]
-        ]
+        if content["version"] != 1:
+            raise ValueError(f"version {content['version']}")
+        for each in content["sources"]:
+            patterns = [each["shards"]] if isinstance(each["shards"], str) else list(map(str.strip, each["shards"]))
+            weight = each["mixture_fraction"] / each["samples"] if by_fraction else each.get("sampling_weight", 1.0)
+            sources.append((patterns, float(weight)))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, yaml.YAMLError) as error:
-        fields = "{weight_mode: raw, sources: [{shards, samples, sampling_weight}]}"
+        fields = "{version: 1, sources: [{shards, samples, sampling_weight}]}"
         raise ValueError(f"{url}: must be a manifest {fields}, got {type(error).__name__}: {error}.") from None
+    return sources
 
 
-def _urls(source: str | list[str]) -> Iterator[tuple[str, Known | None]]:
+def _lines(source: str) -> list[str]:
+    """The sources in a file, or the source itself where it is no such file."""
+    if not source.startswith("@") and not source.endswith(".txt"):
+        return [source]
+    return [line.strip() for line in read_all(source.removeprefix("@")).decode().splitlines() if line.strip()]
+
+
+def _urls(patterns: list[str]) -> Iterator[tuple[str, Known | None]]:
     """The shards of a source, with size and tag where a listing told them."""
-    patterns = [source] if isinstance(source, str) else source
-    if isinstance(source, str) and (source.startswith("@") or source.endswith(".txt")):
-        lines = read_all(source.removeprefix("@")).decode().splitlines()
-        patterns = [line.strip() for line in lines if line.strip()]
-    for url in itertools.chain.from_iterable(_braces(_unpiped(pattern)) for pattern in patterns):
+    sources = itertools.chain.from_iterable(map(_lines, patterns))
+    for url in itertools.chain.from_iterable(_braces(_unpiped(source)) for source in sources):
         suffix = os.path.splitext(url)[1]
         if suffix in _UNPACK:
             convert = f"{_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}"

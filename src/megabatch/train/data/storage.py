@@ -195,8 +195,8 @@ class _Remote:
 
     def read(self, url: str, start: int, stop: int) -> bytes:
         options: dict[str, Any] = {"start": start, "end": stop}
-        if url.startswith("hf:"):  # else each read asks for the size, and reads ahead
-            options |= {"size": stop, "cache_type": "none"}
+        if url.startswith("hf:"):
+            options["cache_type"] = "none"  # else it reads ahead
         begun = time.monotonic()
         requests = [self._begin(url, "cat_file", **options)]
         patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(self._seconds)))
