@@ -200,8 +200,8 @@ def test_lines_with_images_are_a_table(tmp_path: Path) -> None:
     assert texts(source) == ["one", "two", "three", "four", ""]
     assert source[1].image == png(2)
     assert open_lines(path, Fields(), per_image=True)[1].captions == ("three", "four", "")
-    named = write_lines(tmp_path / "named.jsonl", {"jpg": "images/a.png", "long": "", "short": "s", "caption": "c"})
-    assert texts(open_lines(named, Fields(("jpg",), (), ("long", "short")), per_image=False)) == ["s"]
+    named = write_lines(tmp_path / "named.jsonl", {"photo": "images/a.png", "long": "", "short": "s", "text": "t"})
+    assert texts(open_lines(named, Fields(("photo",), (), ("long", "short")), per_image=False)) == ["s"]
 
 
 def test_captions_of_lines_are_not_drawn_by_weights(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_lines_without_images_are_pairs_of_texts(tmp_path: Path) -> None:
         tmp_path / "p.jsonl",
         {"query": "q0", "positive": "p0", "text": "not this"},
         {"anchor": "q1", "positive": "p1", "negative": "n1"},
-        {"query": "q2", "positive": "p2", "negative_1": "n2", "negative_2": ["n3", "n4"], "negativity": "not this"},
+        {"query": "q2", "positive": "p2", "negative_1": "n2", "negative_2": ["n3", "n4"], "negatives_from": "not this"},
     )
     source = pickle.loads(pickle.dumps(open_lines(path, Fields(), per_image=False)))
     assert isinstance(source, TextPairs)
@@ -251,9 +251,12 @@ def test_a_folder_gives_images_with_the_captions_beside_them(tmp_path: Path) -> 
     write(tmp_path, b__v2__png=png(1), b__v2__txt="one", b__txt="not this", deep___er___c__JPG=png(2))
     write(tmp_path, deep___er___c__JSON=as_json(caption="two"), a__png=png(3), a__txt="three", README__md="", notes="")
     write(tmp_path, __hidden___d__png=png(4), __hidden___d__txt="not this", __e__png=png(4), __e__txt="not this")
+    write(tmp_path, deep___outside___f__png=png(5), deep___outside___f__txt="four")
+    (tmp_path / "deep" / "outside").rename(tmp_path.parent / "outside")
     (tmp_path / "deep" / "round").symlink_to(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path.parent / "outside")
     source = CaptionedFolder(tmp_path)
-    assert texts(source) == ["three", "one", "two"]
+    assert texts(source) == ["three", "one", "two", "four"]
     assert [source[index].image for index in range(3)] == [png(3), png(1), png(2)]
     assert [source.name(index) for index in (1, 2)] == [str(tmp_path / "b.v2.png"), str(tmp_path / "deep/er/c.JPG")]
     before = source.fingerprint()
@@ -310,7 +313,7 @@ def test_the_fingerprint_of_parquet_files_changes_with_their_rows(tmp_path: Path
     assert before == Parquet(str(path)).fingerprint()
     assert before[0].startswith(f"a.parquet: {path.stat().st_size} bytes, 10 samples")
     write_parquet(path, row_group_size=5)
-    assert Parquet(str(path)).fingerprint() != before
+    assert Parquet(str(path)).fingerprint()[0].partition("bytes")[2] != before[0].partition("bytes")[2]
 
 
 def test_sources_of_parquet_files_have_weights(tmp_path: Path) -> None:
@@ -421,9 +424,12 @@ def test_each_row_group_is_read_once_and_few_are_held(tmp_path: Path, monkeypatc
     assert [source[index].text for index in order] == [f"caption {index}" for index in order]
     assert len(reads) == 6
     assert set(reads.values()) == {1}
-    for index in range(24):
+    reads.clear()
+    for index in (0, 4, 0, 8, 0, 12, 0):  # the one that was not used for longest goes
         source[index]
-    assert set(reads.values()) == {2}
+    assert set(reads.values()) == {1}
+    source[4]
+    assert set(reads.values()) == {1, 2}
 
 
 def test_row_groups_can_be_read_after_a_fork(tmp_path: Path) -> None:

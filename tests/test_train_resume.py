@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import yaml
 from torch.nn.functional import dropout
 
 from megabatch import cli
+from megabatch.bench.data import serving
 from megabatch.train import checkpoint, evaluate, loop, signals
 from megabatch.train.data.order import Order
 from megabatch.train.data.tables import Table
@@ -93,6 +96,7 @@ class DyingFile:
 
 def run_until_killed(words: list[str], where: str, count: int) -> None:
     """`megabatch train`, killed when it gets to this place for the count-th time."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     torch.set_num_threads(1)
     passed = [0]
 
@@ -191,6 +195,40 @@ def test_drawn_shards_workers_and_fp16_go_on_to_the_bit_too(shards, tmp_path):
     assert losses(parts) == losses(constant)
     scaler = [checkpoint.load(run / "checkpoints" / "step_00000006.pt")["scaler"] for run in (parts, constant)]
     assert scaler[0] == scaler[1]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("place", ["disk", "http"])
+def test_tars_on_a_disk_or_a_server_go_on_to_the_bit(shards, tmp_path, monkeypatch, place, workers):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, _, pattern = shards.rpartition("/")
+    more = ["--val-steps", "100", "--steps", "6", "--workers", workers]
+    assert cli.main(words_for(shards, tmp_path, *more, "--name", "whole")) == 0
+    with serving(Path(folder), latency=1) if place == "http" else nullcontext(folder) as base:
+        words = words_for(f"{base}/{pattern}", tmp_path, *more)
+        killed = new_process(run_until_killed, words, "in the backward", 5)
+        killed.join(PATIENCE)
+        assert killed.exitcode == -signal.SIGKILL
+        assert cli.main([*words, "--resume", "latest"]) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_ranks_that_read_from_a_server_go_on_to_the_bit(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, _, pattern = shards.rpartition("/")
+    more = ["--val-steps", "100", "--steps", "6"]
+    with serving(Path(folder), latency=1) as base:
+        for name, function, count, codes in (
+            ("whole", on_a_rank, (), [0, 0]),
+            ("run", killed_on_ranks, (5,), [1, -signal.SIGKILL]),
+            ("run", on_a_rank, (), [0, 0]),
+        ):
+            words = words_for(f"{base}/{pattern}", tmp_path, *more, "--name", name)
+            words += ["--resume", "latest"] if (tmp_path / name).exists() else []
+            store = Path(tempfile.mkdtemp(dir=tmp_path))
+            ended = run_apart(2, function, store, words, *count)
+            assert [code and codes[rank] for rank, code in enumerate(ended)] == codes
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_towers_that_draw_random_numbers_go_on_to_the_bit(shapes, tmp_path, monkeypatch):
@@ -343,7 +381,6 @@ def deadly_sample(shapes: str) -> str:
 
 def make_deadly(sample: str) -> None:
     """In this process: who reads that sample dies, as of a bug in a decoder."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     original = Table.__getitem__
 
     def read(self, index):
@@ -391,6 +428,7 @@ def test_a_sample_that_killed_its_worker_is_left_out_of_a_replay(shapes, uninter
 
 
 def deadly_on_ranks(rank, group, folder, words, sample):
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     make_deadly(sample)
     raise SystemExit(cli.main(words))
 
