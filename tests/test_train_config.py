@@ -330,6 +330,10 @@ def test_advice_names_flags_that_exist():
             {"data": Data("a::b", train_data_upsampling_factors="1::2")},
             "--train-data-upsampling-factors must come with --dataset-resampled, got it without.",
         ),
+        (
+            {"data": Data("a.csv"), "run": Run(logs="s3://bucket/logs")},
+            "--logs-dir must be a local folder, got s3://bucket/logs.",
+        ),
         ({"data": Data("a.csv", csv_separator="ab")}, "--csv-separator must be one character, got 'ab'."),
         (
             {"loss": Loss(init_logit_scale=200.0)},

@@ -298,6 +298,8 @@ def absolute(config: Config) -> Config:
 
 def _absolute(path: str) -> str:
     """Not of a URL, nor of braces that have absolute paths in them."""
+    if path.startswith("@"):  # a file that has paths in it
+        return "@" + _absolute(path[1:])
     return path if not path or re.match(r"\w{2,}:|\{/", path) else str(Path.cwd() / path)
 
 
@@ -325,6 +327,10 @@ def check(config: Config, *, training: bool = True) -> None:
     data, loss, evaluation = config.data, config.loss, config.evaluation
     if training and data.train_data is None:
         raise ValueError("--train-data must be given. --train-data icons needs no files.")
+    if "://" in config.run.logs:
+        raise ValueError(
+            f"--logs-dir must be a local folder, got {config.run.logs}. Copy it from there to the bucket, or mount it."
+        )
     if len(data.csv_separator) != 1:
         raise ValueError(f"--csv-separator must be one character, got {data.csv_separator!r}.")
     if data.train_data_upsampling_factors is not None and not data.dataset_resampled:

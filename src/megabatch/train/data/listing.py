@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from braceexpand import braceexpand
 
@@ -28,6 +29,7 @@ _PIPE = re.compile(r"aws s3 cp|gsutil( -[mq])* cat|curl")
 _HARMLESS = re.compile(r"-|-[fsSL]+|--(quiet|only-show-errors|no-progress|fail|silent|show-error|location|retry)|\d+")
 
 Known = tuple[int, str]  # size and tag
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,16 @@ def expand(what: str, *, factors: str | None = None) -> list[Listed]:
     """
     sources = _manifest(what) if re.search(r"\.(json|ya?ml)$", what) else [([each], 1.0) for each in _split(what)]
     if factors is not None:
-        weights = _factors(factors)
-        if len(weights) != len(sources):
-            counts = f"{len(weights)} for {len(sources)}"
-            raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
+        weights = _factors(factors, len(sources))
         sources = [(patterns, weight) for (patterns, _), weight in zip(sources, weights, strict=True)]
     shards = [(url, weight, known) for patterns, weight in sources for url, known in _urls(patterns)]
     if not shards:
         raise ValueError(f"{what}: must name at least one shard, names none.")
+    for url, _, _ in shards:
+        suffix = os.path.splitext(url)[1]
+        if suffix in _UNPACK:
+            words = "must not be compressed: samples are read from its middle. Convert it:"
+            raise ValueError(f"{printable(url)}: {words} {_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}")
     asked = _sizes_and_tags([url for url, _, known in shards if known is None])
     missing = [url for url, _, known in shards if known is None and url not in asked]
     if missing:
@@ -82,11 +86,15 @@ def _split(what: str) -> list[str]:
     return sources
 
 
-def _factors(factors: str) -> list[float]:
+def _factors(factors: str, count: int) -> list[float]:
     try:
-        return [float(factor) for factor in factors.split("::")]
+        weights = [float(factor) for factor in factors.split("::")]
     except ValueError:
         raise ValueError(f"--train-data-upsampling-factors: must be numbers, such as 1::2, got {factors!r}.") from None
+    if len(weights) != count:
+        counts = f"{len(weights)} for {count}"
+        raise ValueError(f"--train-data-upsampling-factors: must have one number per source, got {counts}.")
+    return weights
 
 
 def _manifest(url: str) -> list[tuple[list[str], float]]:
@@ -114,17 +122,17 @@ def _lines(source: str) -> list[str]:
     """The sources in a file, or the source itself where it is no such file."""
     if not source.startswith("@") and not source.endswith(".txt"):
         return [source]
-    return [line.strip() for line in read_all(source.removeprefix("@")).decode().splitlines() if line.strip()]
+    return [
+        line.strip()
+        for line in read_all(source.removeprefix("@")).decode(errors="replace").splitlines()
+        if line.strip()
+    ]
 
 
 def _urls(patterns: list[str]) -> Iterator[tuple[str, Known | None]]:
     """The shards of a source, with size and tag where a listing told them."""
     sources = itertools.chain.from_iterable(map(_lines, patterns))
     for url in itertools.chain.from_iterable(_braces(_unpiped(source)) for source in sources):
-        suffix = os.path.splitext(url)[1]
-        if suffix in _UNPACK:
-            convert = f"{_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}"
-            raise ValueError(f"{url}: must not be compressed: samples are read from its middle. Convert it: {convert}")
         if "*" in url or ("?" in url and not url.startswith("http")):
             yield from _matching(url)
         elif _is_folder(url):
@@ -139,7 +147,10 @@ def _unpiped(source: str) -> str:
         return source
     command = source.removeprefix("pipe:").strip().removesuffix("|| true")
     program = _PIPE.match(command)
-    words = shlex.split(command[program.end() :]) if program else []
+    try:
+        words = shlex.split(command[program.end() :]) if program else []
+    except ValueError:  # a quote that is not closed
+        words = []
     urls = [word for word in words if "://" in word]
     if len(urls) != 1 or not all(word in urls or _HARMLESS.fullmatch(word) for word in words):
         raise ValueError(
@@ -197,22 +208,19 @@ def _sizes_and_tags(urls: list[str]) -> dict[str, Known]:
         if local_path(folder) is not None or folder.startswith("http") or len(members) < _WORTH_LISTING:
             single += members
         else:
-            infos = _listing(folder)
+            infos = _unless_missing(_listing, folder) or {}
             found |= {url: _known(infos.get(os.path.basename(url), {})) for url in members}
     with ThreadPoolExecutor(32) as threads:
-        found |= dict(zip(single, threads.map(_existing, single), strict=True))
+        found |= dict(zip(single, threads.map(partial(_unless_missing, size_and_tag), single), strict=True))
     return {url: known for url, known in found.items() if known}
 
 
 def _listing(folder: str) -> dict[str, dict[str, Any]]:
-    try:
-        return {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
-    except Missing:
-        return {}
+    return {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
 
 
-def _existing(url: str) -> Known | None:
+def _unless_missing(function: Callable[[str], T], url: str) -> T | None:
     try:
-        return size_and_tag(url)
+        return function(url)
     except Missing:
         return None

@@ -13,9 +13,8 @@ import re
 import socket
 import stat
 import statistics
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -50,7 +49,7 @@ def read(url: str, start: int, stop: int) -> bytes:
     name, path, wanted = f"{url}, bytes {start} to {stop}", local_path(url), stop - start
 
     def once() -> bytes:
-        data = _remote(url).read(url, start, stop) if path is None else _thread.files.read(path, start, wanted)
+        data = _remote(url).read(url, start, stop) if path is None else _read_local(path, start, wanted)
         if len(data) == wanted:
             return data
         size, _ = _size_and_tag(url)
@@ -138,49 +137,23 @@ def _status(error: Exception) -> int | None:
     """The HTTP status of an error of aiohttp, Hugging Face, gcsfs or botocore."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status
     places = ((error, "status"), (response, "status_code"), (error, "code"))
     found = (getattr(place, name, None) for place, name in places)
-    return next((status for status in found if isinstance(status, int)), None)
+    return next((each for each in found if isinstance(each, int)), None)
 
 
-class _OpenFiles:
-    """Reads parts of local files, and keeps the last few open."""
-
-    MOST = 16
-
-    def __init__(self) -> None:
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
-
-    def read(self, path: str, start: int, size: int) -> bytes:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= self.MOST:
-                os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        self._descriptors.move_to_end(path)
-        try:  # pread has a position of its own: after a fork the descriptor's position is everybody's.
-            return os.pread(self._descriptors[path], size, start)
-        except OSError:
-            os.close(self._descriptors.pop(path))  # of a file system that was gone for a while
-            raise
-
-    def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-
-class _Thread(threading.local):
-    """Each thread has its own open files, so that none closes what another reads."""
-
-    def __init__(self) -> None:
-        self.files = _OpenFiles()
+def _read_local(path: str, start: int, size: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), size, start)
 
 
 class _Remote:
     """A file system of fsspec. It must be used in the process that made it."""
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped, unused-ignore]
+        from fsspec.core import url_to_fs
 
         options = _OPTIONS.get(url.partition("://")[0], {})
         try:
@@ -200,7 +173,7 @@ class _Remote:
         begun = time.monotonic()
         requests = [self._begin(url, "cat_file", **options)]
         patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(self._seconds)))
-        if not concurrent.futures.wait(requests, patience).done:
+        if not concurrent.futures.wait(requests, min(patience, TIMEOUT_SECONDS)).done:
             requests.append(self._begin(url, "cat_file", **options))
         data: bytes = _first_answer(requests, TIMEOUT_SECONDS)
         self._seconds.append(time.monotonic() - begun)
@@ -236,4 +209,3 @@ def _remote(url: str) -> _Remote:
 
 
 _remotes: dict[tuple[int, str], _Remote] = {}
-_thread = _Thread()
