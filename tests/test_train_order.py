@@ -108,13 +108,13 @@ def test_random_numbers_are_those_of_splitmix64() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 256, 257, 1000, 4096, 65_536])
 @pytest.mark.parametrize("block", [1, 64, 100, 20_000])
-def test_lanes_divide_a_batch_and_a_window_is_the_smallest_of_two_batches(batch_size: int, block: int) -> None:
+def test_lanes_divide_a_batch_and_a_window_is_the_smallest_of_eight_batches(batch_size: int, block: int) -> None:
     order = Order(torch.tensor([10**6, 10]), seed=0, batch_size=batch_size, block=block)
     lanes, remainder = divmod(batch_size, order.lane_rows)
     assert remainder == 0
     assert lanes <= 256
     assert not any(batch_size % more == 0 for more in range(lanes + 1, 257))
-    smallest = max(16_384, 2 * batch_size)
+    smallest = max(16_384, 8 * batch_size)
     assert order.window_blocks % lanes == 0
     assert order.window_blocks * block >= smallest > (order.window_blocks - lanes) * block
 

@@ -21,7 +21,7 @@ class Order:
     """An endless stream of samples, pass after pass, of which step t is the t-th batch.
 
     A pass has every sample once: the blocks of all shards in a random order, then their tails in a random order. It is
-    cut into windows of two batches or more, and a window into one strip per lane: whole blocks, except in the last
+    cut into windows of eight batches or more, and a window into one strip per lane: whole blocks, except in the last
     windows of a pass. A strip is shuffled, and dealt out to the rows of its lane, of which each step has `lane_rows`.
     So a batch mixes blocks from everywhere, and a rank that has the same lanes in every step shares none with others.
 
@@ -61,7 +61,7 @@ class Order:
         self._full_blocks = int(self._full_block_ends[-1])
         self._lanes = max(lanes for lanes in range(1, _MAX_LANES + 1) if batch_size % lanes == 0)
         self.lane_rows = batch_size // self._lanes
-        blocks_of_lane = -(-max(_MIN_WINDOW, 2 * batch_size) // (self._lanes * block))
+        blocks_of_lane = -(-max(_MIN_WINDOW, 8 * batch_size) // (self._lanes * block))
         self.window_blocks = self._lanes * blocks_of_lane
         self._window_length = self.window_blocks * block
         self._window: tuple[int, Tensor] | None = None
