@@ -84,8 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def status(code: int) -> Callable[[Handler, bytes], None]:
-    return lambda handler, content: handler.answer(code, b"")
+def status(code: int, body: bytes = b"") -> Callable[[Handler, bytes], None]:
+    return lambda handler, content: handler.answer(code, body)
 
 
 def reset(handler: Handler, content: bytes) -> None:
@@ -246,7 +246,7 @@ def test_s3_that_slows_down_is_asked_again_once_per_attempt(server: Server, monk
         monkeypatch.setenv(name, "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setattr(storage, "ATTEMPTS", 2)
-    server.faults = [status(503)] * 50
+    server.faults = [status(503, b"<Error><Code>SlowDown</Code><Message>Wait</Message></Error>")] * 50
     with pytest.raises(StorageError, match="tried 2 times"):
         read("s3://slow/a.tar", 0, 10)
     assert server.methods == ["GET"] * 2
@@ -453,10 +453,14 @@ def test_patterns_name_the_same_shards_everywhere(pattern: str, kind: str, folde
 
 
 def test_a_remote_folder_is_listed_and_its_shards_are_not_asked_for(s3: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for pattern in ("s3://data/folder/{00..19}.tar", "s3://data/folder/"):
+    for pattern, count in {
+        "s3://data/folder/{00..19}.tar": 20,
+        "s3://data/folder/": 20,
+        "s3://data/folder/0*.tar": 10,
+    }.items():
         caplog.clear()
         with caplog.at_level(logging.INFO, "werkzeug"):
-            assert len(expand(pattern)) == 20
+            assert len(expand(pattern)) == count
         requests = [record.getMessage() for record in caplog.records if record.name == "werkzeug"]
         assert any("list-type=2" in request for request in requests)
         assert not any(".tar" in request for request in requests)
@@ -471,9 +475,12 @@ def test_shards_of_a_web_folder_are_its_links(server: Server) -> None:
         assert [(shard.url, shard.size) for shard in shards] == [(f"{server.url}/shards/{n}.tar", n) for n in (1, 2, 3)]
 
 
-def test_a_question_mark_of_a_web_address_is_no_glob(server: Server) -> None:
-    url = f"{server.url}/a.tar?signature=abc"
+@pytest.mark.parametrize("path", ["/a.tar?signature=abc", "/download?id=3"])
+def test_a_web_address_is_no_glob_and_no_folder(path: str, server: Server) -> None:
+    server.files["/download"] = CONTENT
+    url = f"{server.url}{path}"
     assert [(shard.url, shard.size) for shard in expand(url)] == [(url, 5000)]
+    assert server.methods == ["HEAD"]
     assert read(url, 5, 9) == CONTENT[5:9]
 
 
@@ -569,7 +576,17 @@ def test_a_manifest_has_sources_and_weights(suffix: str, folder: Path, tmp_path:
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", "{}", '{"sources": [{}]}', "{", '{"weight_mode": "x", "sources": []}', '{"sources": [{"shards": 3}]}'],
+    [
+        "[]",
+        "{",
+        '{"sources": []}',
+        '{"version": 2, "sources": []}',
+        '{"version": 1, "sources": [{}]}',
+        '{"version": 1, "sources": [{"shards": 3}]}',
+        '{"version": 1, "sources": [{"shards": [3]}]}',
+        '{"version": 1, "sources": [], "weight_mode": "x"}',
+        '{"version": 1, "sources": [{"shards": "x", "sampling_weight": "much"}]}',
+    ],
 )
 def test_what_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "mix.json").write_text(text)
