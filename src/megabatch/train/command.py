@@ -58,18 +58,19 @@ def main(options: argparse.Namespace) -> int:
                 data = json.dumps(trainer.data, indent=1).encode()
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
-        with _report(trainer, folder, world) as report:
-            report.say(f"{folder}\n{to_yaml(config)}")
-            report.replay(held)
-            try:
-                number = trainer.run(report)
-            except (Diverged, NoSamples) as error:
-                report.warn(str(error))
-                return FAILED
-            except checkpoint.WriteFailed as error:
-                report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
-                return FAILED
-    return exit_code(number)
+        with usage_errors("train"):
+            total, first = trainer.total_steps, trainer.progress.step
+            report = Report.silent() if world.rank else Report(folder, run, total_steps=total, first_step=first)
+        stack.enter_context(report)
+        report.say(f"{folder}\n{to_yaml(config)}")
+        report.replay(held)
+        try:
+            return exit_code(trainer.run(report))
+        except (Diverged, NoSamples) as error:
+            report.warn(str(error))
+        except checkpoint.WriteFailed as error:
+            report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
+    return FAILED
 
 
 def device_of(config: Config) -> str:
@@ -170,18 +171,3 @@ def _latest(checkpoints: Checkpoints, world: World) -> Resume | None:
             f"{', '.join(path.name for path in damaged)}. Begin again with a new --name."
         )
     return None
-
-
-def _report(trainer: Trainer, folder: Path, world: World) -> Report:
-    """Rank 0 alone speaks."""
-    if world.rank:
-        return Report.silent()
-    run = trainer.config.run
-    return Report(
-        folder,
-        total_steps=trainer.total_steps,
-        first_step=trainer.progress.step,
-        report_to=run.report_to,
-        wandb_project=run.wandb_project_name,
-        log_every=run.log_every_n_steps,
-    )
