@@ -407,7 +407,7 @@ def test_small_takes_images_of_other_sizes(make: Callable[..., Towers]) -> None:
     towers = make("small", force_image_size=24)
     assert towers.encode_image(towers.pixels(batch(towers)[0])).shape == (6, 256)
     for size in (0, -8, 20):
-        with pytest.raises(ValueError, match=f"image_size must be a multiple of 8, the patch, got {size}"):
+        with pytest.raises(ValueError, match=f"--force-image-size: must be a multiple of 8, .* got {size}"):
             make("small", force_image_size=size)
 
 
@@ -587,7 +587,7 @@ def test_half_precision_weights_are_trained_in_float32(folder: Callable[[str], P
 def test_a_folder_without_the_files_of_a_tokenizer_is_refused(folder: Callable[[str], Path]) -> None:
     place = folder("hf-clip")
     (place / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"must have the files of a tokenizer, got none of tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"most of the 514 tokens of the model, got 2\. .* missing tokenizer\.json"):
         HuggingFaceTowers(str(place))
 
 

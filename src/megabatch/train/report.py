@@ -86,17 +86,14 @@ class Report:
             live = console.is_interactive
             terminal = logging.StreamHandler(FileProxy(console, console.file) if live else console.file)
             terminal.addFilter(lambda record: not getattr(record, "file_only", False))
-            stack.enter_context(_logging_to(terminal, _LogFile(folder / "out.log", encoding="utf-8")))
+            # Names of files may be what no encoding has.
+            file = _LogFile(folder / "out.log", encoding="utf-8", errors="backslashreplace")
+            stack.enter_context(_logging_to(terminal, file))
             if live:
                 self._bar = stack.enter_context(_Bar(console, total_steps, first_step))
             self._stack = stack.pop_all()
         if unreadable:
             self.warn(f"{path}: {unreadable} lines could not be read, and were dropped")
-
-    @staticmethod
-    def silent() -> "Report":
-        """For the other ranks: it can be told everything, and shows nothing."""
-        return _Silent()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._record(step, values)
@@ -118,10 +115,10 @@ class Report:
             file.write(_json(step, values, samples=samples))
 
     def say(self, text: str) -> None:
-        LOGGER.info(_writable(text))
+        LOGGER.info(text)
 
     def warn(self, text: str) -> None:
-        LOGGER.warning(_writable(text))
+        LOGGER.warning(text)
 
     def replay(self, held: Sequence[logging.LogRecord]) -> None:
         """What was logged before there was a report."""
@@ -151,7 +148,9 @@ class Report:
             record(step, values)
 
 
-class _Silent(Report):
+class SilentReport(Report):
+    """For the other ranks: it can be told everything, and shows nothing."""
+
     def __init__(self) -> None:
         pass
 
@@ -244,11 +243,7 @@ def _open_wandb(folder: Path, project: str, stack: ExitStack) -> Recorder:
         raise ModuleNotFoundError("--report-to wandb needs wandb, got none. Run pip install wandb.") from error
     run = wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
     stack.callback(run.finish)
-
-    def add(step: int, values: Mapping[str, float]) -> None:
-        run.log(dict(values), step=step)
-
-    return add
+    return lambda step, values: run.log(dict(values), step=step)
 
 
 def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Recorder:
@@ -264,11 +259,6 @@ def _open_tensorboard(folder: Path, first_step: int, stack: ExitStack) -> Record
         writer.flush()
 
     return add
-
-
-def _writable(text: str) -> str:
-    """Names of files may be what no encoding has."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _json(step: int, values: Mapping[str, float], **more: object) -> str:

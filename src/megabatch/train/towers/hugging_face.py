@@ -11,14 +11,14 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from ..config import said
 from ..preprocessing import INTERPOLATIONS, Preprocessing
-from .towers import WrappedTowers, import_library, said
+from .towers import WrappedTowers, import_library
 
 # Each kind of model, and the mean and deviation of pixels that its family was trained with.
 CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PIXELS = {"clip": OPENAI, "siglip": ((0.5,) * 3, (0.5,) * 3)}
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model", "vocab.txt")
 
 _log = logging.getLogger(__name__)
 
@@ -82,19 +82,14 @@ class FolderTokenizer:
     """The tokenizer of a folder: texts cut and padded to what the model takes."""
 
     def __init__(self, folder: str, length: int, vocabulary: int) -> None:
-        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-            raise ValueError(
-                f"--model: {folder} must have the files of a tokenizer, got none of {', '.join(TOKENIZER_FILES)}. "
-                "Save it there with tokenizer.save_pretrained."
-            )
         try:
             self.tokenizer = import_library("transformers", extra="hugging_face").AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
             )
         except Exception as error:
             raise ValueError(
-                f"--model: the tokenizer in {folder} must be one that transformers loads, got {said(error)}. "
-                f"Save it there again with tokenizer.save_pretrained."
+                f"--model: the tokenizer in {folder} must be one that transformers loads, got {said(error)}. Save "
+                "it there again with tokenizer.save_pretrained."
             ) from error
         self.folder, self.length, self.vocabulary = folder, length, vocabulary
         check_vocabulary(f"the tokenizer in {folder}", len(self.tokenizer), vocabulary)
@@ -113,7 +108,7 @@ class FolderTokenizer:
         if tokens.numel() and tokens.max() >= self.vocabulary:
             raise ValueError(
                 f"--model: tokens must be below the model's vocab_size {self.vocabulary}, got {tokens.max()} from the "
-                f"tokenizer in {self.folder}. It belongs with another model."
+                f"tokenizer in {self.folder}. Save the model's own there."
             )
         return tokens
 
@@ -134,7 +129,7 @@ def check_vocabulary(name: str, tokens: int, vocabulary: int) -> None:
     if tokens < vocabulary / 2:
         raise ValueError(
             f"--model: {name} must know most of the {vocabulary} tokens of the model, got {tokens}. "
-            "Its vocabulary was not found: look for files that are missing."
+            "Its vocabulary was not found: look for a missing tokenizer.json."
         )
 
 

@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..config import said
 from ..preprocessing import Preprocessing
 from .hugging_face import check_vocabulary
-from .towers import Tokenizer, WrappedTowers, import_library, said
+from .towers import Tokenizer, WrappedTowers, import_library
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,6 @@ class OpenClipTowers(WrappedTowers):
         patch, _ = getattr(self.clip.visual, "patch_size", (1, 1))
         if forced % patch:
             raise ValueError(f"--force-image-size: must be a multiple of {patch}, the patch of {name!r}, got {forced}.")
-        training = self.clip.training
         try:
             with torch.no_grad():
                 self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
@@ -88,7 +88,6 @@ class OpenClipTowers(WrappedTowers):
             raise ValueError(
                 f"--force-image-size: must be a size that {name!r} takes, got {forced}: {said(error)}."
             ) from error
-        self.clip.train(training)
 
     def encode_image(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.clip.encode_image(images, normalize=False))
@@ -117,11 +116,8 @@ class OpenClipTowers(WrappedTowers):
         return [self.clip.visual]
 
     def compiled_parts(self) -> list[nn.Module]:
-        return [self.clip.visual, self._text()]
-
-    def _text(self) -> nn.Module:
-        """The text tower; where its embeddings lie in the model itself, all but them."""
-        return cast(nn.Module, self.clip.text if hasattr(self.clip, "text") else self.clip.transformer)
+        # Where the embeddings of texts lie in the model itself, the text tower is all but them.
+        return [self.clip.visual, self.clip.text if hasattr(self.clip, "text") else self.clip.transformer]
 
     def checkpoint_activations(self) -> None:
         """By open_clip, whose own checkpoints, timm's and transformers' are not reentrant."""
@@ -134,7 +130,7 @@ class OpenClipTowers(WrappedTowers):
             ):
                 raise ValueError(
                     f"--grad-checkpointing: must be left out, because open_clip has none for {type(tower).__name__}, "
-                    "a tower of this model."
+                    "a tower of this model. Take a smaller --chunk-size."
                 )
 
 

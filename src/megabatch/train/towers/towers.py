@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ..config import said
 from ..preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ class Towers(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.image_is_locked = False
-        self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}  # no buffers: nothing to save
 
     @property
     def model(self) -> nn.Module:
@@ -75,12 +76,8 @@ class Towers(nn.Module, ABC):
             raise TypeError(
                 f"pixels: images must be torch.uint8, from 0 to 255, got {images.dtype}. Pass what preprocessing makes."
             )
-        if images.device not in self._normalisation:
-            mean, std = self.preprocessing.mean, self.preprocessing.std
-            mean_c11, std_c11 = (torch.tensor(each, device=images.device)[:, None, None] for each in (mean, std))
-            self._normalisation[images.device] = mean_c11, std_c11
-        mean_c11, std_c11 = self._normalisation[images.device]
-        return images.float().div_(255).sub_(mean_c11).div_(std_c11)
+        mean, std = (_per_channel(each, images.device) for each in (self.preprocessing.mean, self.preprocessing.std))
+        return images.float().div_(255).sub_(mean).div_(std)
 
     def export(self, folder: Path) -> None:
         """Write a folder that the library of the model loads. ValueError where it is of none."""
@@ -139,6 +136,11 @@ class WrappedTowers(Towers):
         return cast(nn.Module, self.clip)
 
 
+@lru_cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None, None]
+
+
 def import_library(name: str, *, extra: str) -> Any:
     try:
         return import_module(name)
@@ -153,8 +155,3 @@ def import_library(name: str, *, extra: str) -> Any:
             f"--model: {name} must be importable, got {said(error)}. {advice}, or take --model tiny or small, "
             "which need nothing."
         ) from error
-
-
-def said(error: Exception) -> str:
-    """On one line, to be followed by a full stop."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
