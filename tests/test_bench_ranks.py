@@ -244,7 +244,7 @@ def test_a_size_of_tiles_reaches_the_loss(monkeypatch):
 
 def test_gradients_over_ranks_are_those_of_one_process(tmp_path, capsys):
     path = tmp_path / "out.json"
-    words = ["gradients", "--ranks", "2", "--rows", "16", "--losses", "clip", "supcon"]
+    words = ["gradients", "--ranks", "2", "--rows", "16", "--losses", "clip", "supcon", "--timeout", "120"]
     assert main([*words, "--packages", "megabatch", "pytorch-metric-learning", "--json", str(path)]) == 0
     rows = {row["name"]: row for case in document(path)["cases"] for row in case["contenders"]}
     for name, row in rows.items():

@@ -94,7 +94,8 @@ def test_every_loss_and_dtype_is_checked_and_one_document_says_so(tmp_path: Path
     path = tmp_path / "new" / "check.json"
     ended = run("check", "--device", "cpu", "--quick", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
+    of_torch = "torch/utils/cpp_extension.py"  # it speaks of a CUDA toolkit without a GPU
+    assert [line for line in ended.stderr.splitlines() if of_torch not in line] == []
     document = json.loads(path.read_text())
     assert last_line(ended.stdout) == f"megabatch check: {document['verdict']}"
     comparisons = document["comparisons"]

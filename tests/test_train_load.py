@@ -134,7 +134,7 @@ def test_export_writes_over_nothing_and_refuses_what_no_library_has(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained("tiny")
-    for folder, message in ((run, "folder must be new or empty"), (tmp_path / "out", "got one of megabatch's own")):
+    for folder, message in ((run, "folder must be new or empty"), (tmp_path / "out", "got one of ours")):
         with pytest.raises(SystemExit):
             cli.main(["export", str(run), str(folder)])
         assert message in capsys.readouterr().err
@@ -149,7 +149,9 @@ def test_the_moving_average_is_what_is_evaluated_loaded_and_resumed(trained: Tra
         expected = {name: 0.5 * (value + state["state_dict"][name]) for name, value in expected.items()}
         for name, value in expected.items():
             torch.testing.assert_close(state["state_dict_ema"][name], value, rtol=1e-6, atol=1e-7)
-    assert torch.equal(megabatch.load(run).model.state_dict()["log_scale"], states[2]["state_dict_ema"]["log_scale"])
+    assert torch.equal(
+        megabatch.load(run).model.state_dict()["logit_scale"], states[2]["state_dict_ema"]["logit_scale"]
+    )
     (run / "checkpoints" / "step_00000003.pt").unlink()
     again = train(run.parent, "--resume", "latest")
     resumed = torch.load(again / "checkpoints" / "step_00000003.pt", weights_only=True)

@@ -401,7 +401,7 @@ def test_fp16_finds_its_scale_again(shapes, tmp_path, monkeypatch):
     def too_high(device: torch.device, precision: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, init_scale=2.0**24)
 
-    monkeypatch.setattr(loop, "make_scaler", too_high)
+    monkeypatch.setattr(loop.optimization, "make_scaler", too_high)
     run = train(
         tmp_path, "--train-data", shapes, *QUICK, "--precision", "amp", "--steps", "25", "--max-nonfinite", "20"
     )
@@ -455,8 +455,8 @@ def test_ranks_exchange_one_small_tensor_per_step(shapes, tmp_path):
 def train_and_disagree(rank: int, group: object, folder: Path, words: list[str]) -> None:
     """As a faulty device would: rank 1 finds the third gradient not to be finite."""
     if rank == 1:
-        calls, original = itertools.count(), loop.is_finite
-        loop.is_finite = lambda values: next(calls) not in (4, 5) and original(values)
+        calls, original = itertools.count(), loop.optimization.is_finite
+        loop.optimization.is_finite = lambda values: next(calls) not in (4, 5) and original(values)
     try:
         cli.main(words)
     except RuntimeError as error:

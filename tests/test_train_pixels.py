@@ -234,9 +234,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_checkpoint_knows_the_pixels_of_its_tag(run: Path) -> None:
-    path = loading.find_checkpoint(run)
-    state = checkpoint.load(path)
-    towers = loading.restored_towers(loading.config_of(path, state), path, state)
+    saved = loading.load_checkpoint(run)
+    towers = loading.restored_towers(loading.config_of(*saved), *saved)
     expected = Preprocessing(32, **OTHER)
     assert towers.preprocessing == expected
     assert make_towers(Model("megabatch-pixels"), loss="clip").preprocessing != expected
@@ -260,7 +259,7 @@ def test_a_run_that_goes_on_keeps_its_pixels(run: Path, monkeypatch: pytest.Monk
     open_clip.pretrained._PRETRAINED["megabatch-pixels"]["ours"]["mean"] = (0.1, 0.2, 0.3)
     train(run.parent, "--resume", "latest", "--steps", "3")
     state = checkpoint.load(run / "checkpoints" / "step_00000003.pt")
-    assert Preprocessing.from_mapping(state["megabatch"]["preprocessing"]) == Preprocessing(32, **OTHER)
+    assert Preprocessing(**state["megabatch"]["preprocessing"]) == Preprocessing(32, **OTHER)
 
 
 @pytest.mark.parametrize(

@@ -419,6 +419,7 @@ UNTRAINABLE = {
     "no groups": without("optimizer", "param_groups"),
     "what pace": replaced({"step": 3, "pace": 4}, "megabatch", "progress"),
     "no group": replaced([3], "optimizer", "param_groups"),
+    "no moments": replaced({}, "optimizer", "state"),
     "no step": replaced({0: {"step": 3}}, "optimizer", "state"),
     "too large": replaced({0: {"exp_avg": torch.zeros(1).expand(10**12)}}, "optimizer", "state"),
     "no files": replaced({"train": 3}, "megabatch", "data"),
@@ -488,7 +489,7 @@ def test_a_full_disk_is_told_in_a_line_and_loses_nothing(shapes, three_steps, tm
 def signalled(words: list[str], number: int, said: str) -> None:
     """The signal comes as soon as the data is opened, and in eval while it is read."""
     os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
-    module, name = (loop, "open_train") if words[0] == "train" else (eval_command, "evaluate_all")
+    module, name = (loop, "open_train") if words[0] == "train" else (eval_command, "evaluate")
     original = getattr(module, name)
 
     def call(*args, **kwargs):

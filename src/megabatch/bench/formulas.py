@@ -196,10 +196,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # gloo's reduce_scatter sends twice as much: it is an all_reduce.
-        theirs = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
-        mine = [torch.empty_like(part) for part in theirs]
-        dist.all_to_all(mine, theirs)
-        return torch.stack(mine).sum(0)
+        mine = torch.empty_like(gradient)
+        dist.all_to_all_single(mine, gradient.contiguous())
+        return mine.view(dist.get_world_size(), -1, *gradient.shape[1:]).sum(0)
 
 
 class _GatherAndReduce(_Gather):

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 import torch
 
+from .config import said
+
 State = dict[str, Any]
 
 _WHOLE = re.compile(r"step_(\d+)\.pt")
@@ -57,10 +59,6 @@ class Checkpoints:
                 old.unlink()
         return path
 
-    def set_aside(self, damaged: Path) -> None:
-        """A file that is no checkpoint must not count as one that is kept."""
-        os.replace(damaged, damaged.with_name(damaged.name + ".damaged"))
-
     def clear_unfinished(self) -> None:
         """What a killed run was writing."""
         for path in self.folder.glob(f"*{_UNFINISHED}"):
@@ -93,12 +91,12 @@ def load(path: Path) -> State:
 
 
 @contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path, what: str, advice: str) -> Iterator[None]:
     """For what is made of a checkpoint, which may be another's or malformed."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint: {path} must fit {what}, got {type(error).__name__}: {error}") from error
+        raise ValueError(f"checkpoint: {path} must fit {what}, got {said(error)}. {advice}") from error
 
 
 def _check_sums(path: Path) -> None:

@@ -12,13 +12,12 @@ import torch
 
 from ..distributed.world import World, joined
 from . import checkpoint
-from .checkpoint import Checkpoints
 from .config import Config, Run, absolute, to_yaml
 from .evaluate import NoSamples
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loading import config_of
 from .loop import Diverged, TooManySkipped, Trainer
-from .report import LOGGER, Report, holding_log
+from .report import LOGGER, Report, SilentReport, holding_log
 from .run_folder import check_name, locked
 from .signals import exit_code, leaving_at_once
 
@@ -54,22 +53,23 @@ def main(options: argparse.Namespace) -> int:
             del resume
             config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
-                Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
+                checkpoint.Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
                 data = json.dumps(trainer.data, indent=1).encode()
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
-        with _report(trainer, folder, world) as report:
-            report.say(f"{folder}\n{to_yaml(config)}")
-            report.replay(held)
-            try:
-                number = trainer.run(report)
-            except (Diverged, NoSamples, TooManySkipped) as error:
-                report.warn(str(error))
-                return FAILED
-            except checkpoint.WriteFailed as error:
-                report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
-                return FAILED
-    return exit_code(number)
+        with usage_errors("train"):
+            total, first = trainer.total_steps, trainer.progress.step
+            report = SilentReport() if world.rank else Report(folder, run, total_steps=total, first_step=first)
+        stack.enter_context(report)
+        report.say(f"{folder}\n{to_yaml(config)}")
+        report.replay(held)
+        try:
+            return exit_code(trainer.run(report))
+        except (Diverged, NoSamples, TooManySkipped) as error:
+            report.warn(str(error))
+        except checkpoint.WriteFailed as error:
+            report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
+    return FAILED
 
 
 def device_of(config: Config) -> str:
@@ -79,7 +79,7 @@ def device_of(config: Config) -> str:
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, got {name!r}.")
     if name.startswith("cuda") and not has_cuda:
-        raise ValueError(f"--device must be one that torch finds, got {name!r}, and torch finds no CUDA device.")
+        raise ValueError(f"--device must be cpu or auto here, got {name!r}: torch finds no CUDA device.")
     return name
 
 
@@ -127,7 +127,7 @@ def _name_of(config: Config) -> str:
 
 
 def _checkpoint_to_resume(run: Run, folder: Path, world: World, named: Resume | None) -> Resume | None:
-    checkpoints = Checkpoints(folder / "checkpoints", run.keep)
+    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", run.keep)
     if run.resume == "latest":
         return _latest(checkpoints, world)
     if named is None or named[0].parent != checkpoints.folder.resolve():
@@ -146,7 +146,7 @@ def _checkpoint_to_resume(run: Run, folder: Path, world: World, named: Resume | 
     return named
 
 
-def _latest(checkpoints: Checkpoints, world: World) -> Resume | None:
+def _latest(checkpoints: checkpoint.Checkpoints, world: World) -> Resume | None:
     """The newest checkpoint that is whole on all ranks; each reads it once. Newer ones are set aside."""
     damaged: dict[Path, str] = {}
     for path in world.gather(list(checkpoints)[::-1])[0]:
@@ -161,8 +161,8 @@ def _latest(checkpoints: Checkpoints, world: World) -> Resume | None:
             continue
         for newer, reason in damaged.items():
             LOGGER.warning(f"{reason} It is kept as {newer.name}.damaged.")
-            if world.rank == 0:
-                checkpoints.set_aside(newer)
+            if world.rank == 0:  # it must not count as one that is kept
+                newer.rename(newer.with_name(newer.name + ".damaged"))
         return path, state
     if damaged:
         raise ValueError(
@@ -170,18 +170,3 @@ def _latest(checkpoints: Checkpoints, world: World) -> Resume | None:
             f"{', '.join(path.name for path in damaged)}. Begin again with a new --name."
         )
     return None
-
-
-def _report(trainer: Trainer, folder: Path, world: World) -> Report:
-    """Rank 0 alone speaks."""
-    if world.rank:
-        return Report.silent()
-    run = trainer.config.run
-    return Report(
-        folder,
-        total_steps=trainer.total_steps,
-        first_step=trainer.progress.step,
-        report_to=run.report_to,
-        wandb_project=run.wandb_project_name,
-        log_every=run.log_every_n_steps,
-    )

@@ -5,8 +5,9 @@ saved runs are read by it, and refused by it.
 """
 
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,9 +52,7 @@ class Data:
     csv_separator: str = _option("\t", "column separator")
     csv_img_key: str = _option("filepath", "column of the image files")
     csv_caption_key: str = _option("title", "column of the captions")
-    crop_scale: float = _option(
-        0.9, "smallest share of the area that a random crop keeps; 1: centre crop, as in evaluation", above=0, at_most=1
-    )
+    crop_scale: float = _option(0.9, "least share of the area in a random crop; 1: centre crop", above=0, at_most=1)
     workers: int = _option(4, "data processes per rank; 0: use the training process", at_least=0, at_most=1024)
 
     def __post_init__(self) -> None:
@@ -69,9 +68,7 @@ class Model:
     pretrained: str | None = _option(None, "open_clip's weights: a tag or a file")
     force_image_size: int | None = _option(None, "in pixels, if the model allows a choice", at_least=1, at_most=8192)
     lock_image: bool = _option(False, "freeze the image tower (LiT)")
-    feature_cache: str | None = _option(
-        None, "folder for the features of a locked image tower, which are computed once; needs --crop-scale 1"
-    )
+    feature_cache: str | None = _option(None, "folder for the features of a locked image tower; needs --crop-scale 1")
     grad_checkpointing: bool = _option(False, "recompute activations in the backward pass")
     torchcompile: bool = _option(False, "compile the towers")
 
@@ -81,9 +78,7 @@ class Loss:
     """The objective."""
 
     loss: str = _option("clip", "infonce: from image (or query) to text alone", choices=("clip", "siglip", "infonce"))
-    duplicates: str = _option(
-        "caption", "rows that share it are not negatives of each other", choices=("caption", "image", "none")
-    )
+    duplicates: str = _option("caption", "rows that share it are no negatives", choices=("caption", "image", "none"))
     init_logit_scale: float | None = _option(
         None, "1/temperature at the start (default: 1/0.07; siglip 10; pretrained: its own)", at_least=1
     )
@@ -97,9 +92,7 @@ class Optimization:
     """Batch, optimizer and precision."""
 
     global_batch_size: int = _option(1024, "samples per step on all ranks together", at_least=1)
-    chunk_size: int = _option(
-        256, "samples per rank whose activations are held at a time; changes memory, not results", at_least=1
-    )
+    chunk_size: int = _option(256, "samples per rank in memory at a time; changes no result", at_least=1)
     epochs: int = _option(32, "passes over --train-num-samples", at_least=1)
     steps: int | None = _option(None, "steps, instead of --epochs", at_least=1)
     lr: float = _option(5e-4, "peak learning rate", at_least=0)
@@ -112,9 +105,7 @@ class Optimization:
     epochs_cooldown: float | None = _option(None, "epochs at the end in which const-cooldown falls", above=0)
     lr_cooldown_end: float = _option(0.0, "learning rate that it falls to", at_least=0)
     lr_cooldown_power: float = _option(1.0, "of the polynomial that it falls by; 1: a straight line", above=0)
-    ema_decay: float | None = _option(
-        None, "keep an exponential moving average of the weights, such as 0.9999, and evaluate it", above=0, below=1
-    )
+    ema_decay: float | None = _option(None, "of a moving average of the weights, which is evaluated", above=0, below=1)
     precision: str = _option(
         "fp32",
         "amp: autocast to float16; amp_bf16: to bfloat16. Weights stay float32: OpenCLIP's bf16 and fp16 are refused",
@@ -203,9 +194,8 @@ class Option:
         if "choices" in self.rules:
             return "one of " + ", ".join(choice or "''" for choice in self.rules["choices"])
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "text that is not empty"}
-        bounds = {"at_least": "at least", "above": "above", "below": "below", "at_most": "at most"}
-        limits = [f"{bounds[name]} {limit}" for name, limit in self.rules.items() if name in bounds]
-        return words[self.kind] + (f", {' and '.join(limits)}" if limits else "")
+        bounds = [f"{name.replace('_', ' ')} {bound}" for name, bound in self.rules.items() if name in _BOUNDS]
+        return words[self.kind] + (f", {' and '.join(bounds)}" if bounds else "")
 
     def parse(self, text: str) -> Any:
         """The value that is written so. ValueError says what it must be."""
@@ -229,31 +219,27 @@ class Option:
 
     def _allows(self, value: Any) -> bool:
         if "choices" in self.rules:
-            return any(value == choice for choice in self.rules["choices"])
+            return value in self.rules["choices"]
         if self.kind is str:
             return len(value) > 0
-        return bool(
-            math.isfinite(value)
-            and (self.kind is float or abs(value) < 2**63)  # which counters hold
-            and value >= self.rules.get("at_least", value)
-            and value <= self.rules.get("at_most", value)
-            and ("above" not in self.rules or value > self.rules["above"])
-            and ("below" not in self.rules or value < self.rules["below"])
-        )
+        if not math.isfinite(value) or (self.kind is int and abs(value) >= 2**63):  # which counters hold
+            return False
+        return all(_BOUNDS[name](value, bound) for name, bound in self.rules.items() if name in _BOUNDS)
 
 
+_BOUNDS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt, "at_most": operator.le}
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _options(section: str) -> dict[str, Option]:
-    hints, found = get_type_hints(SECTIONS[section]), {}
-    for each in fields(SECTIONS[section]):
-        kinds = get_args(hints[each.name]) or (hints[each.name],)
-        found[each.name] = Option(section, each.name, kinds[0], len(kinds) > 1, each.default, each.metadata)
-    return found
+def _options() -> Iterator[Option]:
+    for section, kind in SECTIONS.items():
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            kinds = get_args(hints[each.name]) or (hints[each.name],)
+            yield Option(section, each.name, kinds[0], len(kinds) > 1, each.default, each.metadata)
 
 
-OPTIONS = {name: option for section in SECTIONS for name, option in _options(section).items()}
+OPTIONS = {option.name: option for option in _options()}
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
@@ -261,19 +247,19 @@ def nearest(name: str, known: Mapping[str, object]) -> str:
     return get_close_matches(name, known, n=1, cutoff=0)[0]
 
 
+def said(error: Exception) -> str:
+    """On one line, to be followed by a full stop."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+
+
 # ---- what is kept with a run
 
 
-def to_mapping(config: Config) -> dict[str, dict[str, Any]]:
-    """Sections of plain values. from_mapping gives the same configuration again."""
-    return asdict(config)
-
-
 def from_mapping(sections: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The configuration that to_mapping has taken apart. What is missing keeps its default."""
+    """The configuration that asdict has taken apart. What is missing keeps its default."""
     read: dict[str, Any] = {}
     for section, values in sections.items():
-        if section not in SECTIONS or not set(values) <= set(_options(section)):
+        if section not in SECTIONS or not set(values) <= {each.name for each in fields(SECTIONS[section])}:
             raise ValueError(f"from_mapping: {section} must be a section with its names, got {', '.join(values)}.")
         checked = {name: OPTIONS[name].checked(value, f"from_mapping: {name} ") for name, value in values.items()}
         read[section] = SECTIONS[section](**checked)
@@ -307,14 +293,11 @@ def to_yaml(config: Config) -> str:
     """For params.yaml, which --config reads."""
     import yaml
 
-    def dump(readable: bool) -> str:
-        text: str = yaml.safe_dump(mapping, sort_keys=False, allow_unicode=readable, width=math.inf)
-        return text
-
-    mapping = to_mapping(config)
-    text = dump(readable=True)
-    # Rare line breaks of Unicode come back as spaces unless all of Unicode is escaped.
-    return text if yaml.safe_load(text) == mapping else dump(readable=False)
+    mapping = asdict(config)
+    text = yaml.safe_dump(mapping, sort_keys=False, width=math.inf, allow_unicode=True)
+    if yaml.safe_load(text) != mapping:  # rare line breaks of Unicode: they come back as spaces unless escaped
+        text = yaml.safe_dump(mapping, sort_keys=False, width=math.inf)
+    return str(text)
 
 
 # ---- what goes together

@@ -42,7 +42,8 @@ def check_memory(towers: Towers, batch_size: int, world: World, *, texts_only: b
     if needed > there:
         raise ValueError(
             f"--global-batch-size must leave room for two batches in memory, got {batch_size}, which takes "
-            f"{needed / 2**30:.0f} of {there / 2**30:.0f} GiB on each of {world.size} ranks."
+            f"{needed / 2**30:.0f} of {there / 2**30:.0f} GiB on each of {world.size} ranks. Take a "
+            "smaller one, or more machines."
         )
 
 

@@ -1,7 +1,7 @@
 """A batch through the towers: features, in the memory of one chunk."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,33 +60,27 @@ class Encoder(nn.Module):
         return features
 
     def _encode_images(self, images: Tensor) -> Tensor:
-        if self.towers.image_is_locked:
-            return self._in_equal_chunks(images)
-        return self._in_chunks(self.towers.encode_image, images, self.towers.pixels)
-
-    @torch.no_grad()
-    def _in_equal_chunks(self, images: Tensor) -> Tensor:
-        """The last is filled up, so that all are products of one shape: a feature does not depend on how many others
-        are encoded beside it."""
-        device, features = self.towers.logit_scale.device, []
-        for chunk in torch.split(images, self.chunk_size):
-            chunk = chunk.to(device, non_blocking=True)
-            filled = torch.cat([chunk, chunk.new_zeros(self.chunk_size - len(chunk), *chunk.shape[1:])])
-            features.append(self.towers.encode_image(self.towers.pixels(filled))[: len(chunk)])
-        return torch.cat(features)
+        locked = self.towers.image_is_locked
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not locked):
+            return self._in_chunks(self.towers.encode_image, images, self.towers.pixels, one_shape=locked)
 
     def texts(self, tokens: Tensor) -> Tensor:
         return self._in_chunks(self.towers.encode_text, tokens)
 
     def _in_chunks(
-        self, encoder: Callable[[Tensor], Tensor], rows: Tensor, transform: Callable[[Tensor], Tensor] | None = None
+        self,
+        encoder: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        transform: Callable[[Tensor], Tensor] | None = None,
+        one_shape: bool = False,
     ) -> Tensor:
+        """`one_shape`: of all products, so that a feature does not depend on how many others are encoded beside it."""
         device = self.towers.logit_scale.device
-        if len(rows) <= self.chunk_size:  # no need to form anything twice
+        if len(rows) <= self.chunk_size and not one_shape:  # no need to form anything twice
             rows = rows.to(device, non_blocking=True)
             return encoder(rows if transform is None else transform(rows))
-        features: Tensor = mb.chunked(encoder, rows, chunk_size=self.chunk_size, transform=transform, device=device)
-        return features
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "transform": transform, "pad_last": one_shape or None}
+        return cast(Tensor, mb.chunked(encoder, rows, device=device, **options))
 
 
 def make_encoder(towers: Towers, config: Config, world: World, *, texts_only: bool) -> nn.Module:

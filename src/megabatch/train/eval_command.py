@@ -8,13 +8,11 @@ from pathlib import Path
 from ..distributed.world import joined
 from . import checkpoint
 from .command import device_of
-from .config import Config, Optimization, Run
+from .config import Optimization, Run
 from .data import open_classes, open_held_out
-from .data.labelled import ImageFolder
-from .data.source import Source
-from .evaluate import Figures, evaluate_all
+from .evaluate import Figures, evaluate
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
-from .loading import config_of, find_checkpoint, restored_towers
+from .loading import config_of, load_checkpoint, restored_towers
 from .towers import has_weights, make_towers
 
 __all__ = ["DESCRIPTION", "REFUSED", "add_arguments", "main"]
@@ -52,11 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with usage_errors("eval"):
-        path = None if options.checkpoint is None else find_checkpoint(options.checkpoint)
-        state = None if path is None else checkpoint.load(path)
-        base = None if path is None or state is None else config_of(path, state)
+        saved = None if options.checkpoint is None else load_checkpoint(options.checkpoint)
+        base = None if saved is None else config_of(*saved)
         config = read_config(given_flags(options), base=base, training=False)
-        if state is None and not has_weights(config.model):
+        if saved is None and not has_weights(config.model):
             raise ValueError(
                 "--checkpoint must be given, or --model with weights: a folder, or a name with --pretrained. Got "
                 f"neither, and {config.model.model} has none of its own."
@@ -66,28 +63,22 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("eval"):
             if config.evaluation.val_data is None and config.evaluation.zeroshot_data is None:
                 raise ValueError("--val-data or --zeroshot-data must be given, got neither.")
-            if path is None or state is None:
-                towers = make_towers(config.model, loss=config.loss.loss)
-            else:
-                towers = restored_towers(config, path, state)
             held_out, classes = open_held_out(config, world), open_classes(config)
-            if state is not None:
-                _refuse_untrained_images(state, config, held_out, classes)
-            figures = evaluate_all(towers.to(world.device), held_out, classes, config, world)
+            has_images = classes is not None or (held_out is not None and not held_out.texts_only)
+            if saved is None:
+                towers = make_towers(config.model, loss=config.loss.loss)
+            elif has_images and saved[1]["megabatch"].get("texts_only") and not has_weights(config.model):
+                raise ValueError(
+                    "--checkpoint must be of a run with images for --val-data or --zeroshot-data with images, got one "
+                    "that was trained on texts alone: its image tower is as random as at the start. Give --val-data of "
+                    "texts."
+                )
+            else:
+                towers = restored_towers(config, *saved)
+            figures = evaluate(towers.to(world.device), held_out, classes, config, world)
         if world.rank == 0:
             _show(figures, options.json)
     return 0
-
-
-def _refuse_untrained_images(
-    state: checkpoint.State, config: Config, held_out: Source | None, classes: ImageFolder | None
-) -> None:
-    asks_for_images = classes is not None or (held_out is not None and not held_out.texts_only)
-    if state["megabatch"].get("texts_only") and asks_for_images and not has_weights(config.model):
-        raise ValueError(
-            "--checkpoint must be of a run with images for --val-data or --zeroshot-data with images, got one that was "
-            "trained on texts alone: its image tower is as random as at the start."
-        )
 
 
 def _show(figures: Figures, path: Path | None) -> None:

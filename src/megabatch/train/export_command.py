@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
     with usage_errors("export"):
         folder: Path = options.folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"folder must be new or empty, got {folder}. Nothing is written over.")
+            raise ValueError(f"folder must be new or empty, got {folder}. Nothing is written over: name another.")
         load_towers(options.checkpoint, torch.device("cpu")).export(folder)
         print(folder)
     return 0

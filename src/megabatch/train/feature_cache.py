@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import uuid
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,6 @@ class FeatureCache:
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self._unwritten: list[tuple[Tensor, Tensor]] = []
-        self._forget()
-
-    def _forget(self) -> None:
         self._paths: set[Path] = set()
         self._files: list[tuple[Tensor, Tensor]] = []
         self._starts = [0]  # numbers of the files' first rows
@@ -98,9 +94,5 @@ class FeatureCache:
         if self._files:
             self._sorted, self._order = torch.cat([keys[:, 0] for keys, _ in self._files]).sort()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.folder, self._unwritten = state["folder"], []
-        self._forget()
+    def __reduce__(self) -> tuple[type["FeatureCache"], tuple[Path]]:
+        return FeatureCache, (self.folder,)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,52 +12,49 @@ from typing import Any, NoReturn
 from .config import OPTIONS, SECTIONS, Config, Option, check, nearest
 
 # Flags of other programs that are not flags here, and what to do instead.
-REFUSED = {
-    "--batch-size": "It means per GPU elsewhere. Use --global-batch-size for the samples per step on all ranks "
-    "together, and --chunk-size for those per rank whose activations are held at a time.",
-    "--accum-freq": "Use --chunk-size: it limits memory, and the loss still sees the whole --global-batch-size.",
-    "--local-loss": "Leave it out: the loss always covers all ranks, and no rank holds the whole matrix.",
-    "--gather-with-grad": "Leave it out: gradients always reach all ranks.",
-    "--loss-dist-impl": "Leave it out: features are passed round a ring of ranks.",
-    "--siglip": "Use --loss siglip.",
-    "--zeroshot-frequency": "Use --val-frequency: both are evaluated at the same steps.",
-    "--fsdp": "Leave it out: towers are replicated (DDP).",
-    "--dist-backend": "Leave it out: nccl on GPUs, gloo on CPUs.",
-    "--delete-previous-checkpoint": "Use --keep 1.",
-    "--save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
-    "--aug-cfg": "Use --crop-scale: a random crop is the only augmentation.",
-    "--use-bn-sync": "Leave it out: batch norm sees one chunk of one rank.",
-    "--skip-scheduler": "Use --lr-scheduler const.",
-    "--model-ema": "Use --ema-decay.",
-    "--lock-text": "Leave it out: only the image tower can be locked, by --lock-image.",
-    "--pretrained-image": "Use --pretrained, which loads both towers.",
-    "--force-patch-dropout": "Use a --model whose configuration has patch_dropout.",
-    "--force-custom-text": "Leave it out: the configuration of --model says it.",
-    "--cache-dir": "Set HF_HOME.",
-    "--wandb-notes": "Set WANDB_NOTES.",
-    "--copy-codebase": "Leave it out: params.yaml has the settings, and a checkpoint the version.",
-    "--no-set-device-rank": "Leave it out: a rank takes the GPU of its local rank.",
-    "--use-bnb-linear": "Leave it out: products are those of --precision.",
-    "--momentum": "Use --beta1.",
-    "--force-quick-gelu": "Use the model's -quickgelu name.",
-    "--ddp-static-graph": "Leave it out: gradients are reduced once per step already.",
-}
-
-for _flags, _advice in {
-    "torchscript trace": "Use --torchcompile.",
-    "imagenet-val imagenet-v2": "Use --zeroshot-data FOLDER --classnames imagenet --templates imagenet.",
+_ADVICE = {
+    "batch-size": "It means per GPU elsewhere. Use --global-batch-size for the samples per step on all ranks together, "
+    "and --chunk-size for those per rank whose activations are held at a time.",
+    "accum-freq": "Use --chunk-size: it limits memory, and the loss still sees the whole --global-batch-size.",
+    "local-loss": "Leave it out: the loss always covers all ranks, and no rank holds the whole matrix.",
+    "gather-with-grad": "Leave it out: gradients always reach all ranks.",
+    "loss-dist-impl": "Leave it out: features are passed round a ring of ranks.",
+    "siglip": "Use --loss siglip.",
+    "zeroshot-frequency": "Use --val-frequency: both are evaluated at the same steps.",
+    "fsdp": "Leave it out: towers are replicated (DDP).",
+    "dist-backend": "Leave it out: nccl on GPUs, gloo on CPUs.",
     "horovod dist-url": "Use torchrun.",
-    "distill-model distill-pretrained": "Leave it out: there is no distillation.",
+    "delete-previous-checkpoint": "Use --keep 1.",
+    "save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
+    "aug-cfg": "Use --crop-scale: a random crop is the only augmentation.",
+    "image-mean image-std image-interpolation image-resize-mode": "Leave it out: pixels are the model's own.",
+    "use-bn-sync": "Leave it out: batch norm sees one chunk of one rank.",
+    "skip-scheduler": "Use --lr-scheduler const.",
+    "model-ema": "Use --ema-decay.",
     "opt opt-kwargs": "Leave it out: it is AdamW, with --beta1, --beta2, --eps and --wd.",
+    "momentum": "Use --beta1.",
+    "wd-exclude layer-decay image-layer-decay text-layer-decay": "Leave it out: --lr and --wd are those of all layers.",
+    "lock-text": "Leave it out: only the image tower can be locked, by --lock-image.",
+    "lock-text-unlocked-layers lock-text-freeze-layer-norm": "Leave it out: the text tower is always trained.",
+    "lock-image-unlocked-groups lock-image-freeze-bn-stats": "Leave it out: --lock-image locks the whole image tower.",
+    "pretrained-image": "Use --pretrained, which loads both towers.",
+    "force-patch-dropout": "Use a --model whose configuration has patch_dropout.",
+    "force-custom-text": "Leave it out: the configuration of --model says it.",
+    "force-quick-gelu": "Use the model's -quickgelu name.",
+    "torchscript trace": "Use --torchcompile.",
+    "use-bnb-linear": "Leave it out: products are those of --precision.",
+    "ddp-static-graph": "Leave it out: gradients are reduced once per step already.",
+    "no-set-device-rank": "Leave it out: a rank takes the GPU of its local rank.",
+    "imagenet-val imagenet-v2": "Use --zeroshot-data FOLDER --classnames imagenet --templates imagenet.",
+    "distill-model distill-pretrained": "Leave it out: there is no distillation.",
     "coca-caption-loss-weight coca-contrastive-loss-weight": "Leave it out: there is no captioning.",
+    "cache-dir": "Set HF_HOME.",
+    "wandb-notes": "Set WANDB_NOTES.",
+    "copy-codebase": "Leave it out: params.yaml has the settings, and a checkpoint the version.",
     "debug log-local": "Leave it out: rank 0 writes out.log, with all there is.",
     "remote-sync remote-sync-frequency remote-sync-protocol": "Leave it out: put --logs where it is kept.",
-    "image-mean image-std image-interpolation image-resize-mode": "Leave it out: pixels are the model's own.",
-    "wd-exclude layer-decay image-layer-decay text-layer-decay": "Leave it out: --lr and --wd are those of all layers.",
-    "lock-image-unlocked-groups lock-image-freeze-bn-stats": "Leave it out: --lock-image locks the whole image tower.",
-    "lock-text-unlocked-layers lock-text-freeze-layer-norm": "Leave it out: the text tower is always trained.",
-}.items():
-    REFUSED |= {f"--{flag}": _advice for flag in _flags.split()}
+}
+REFUSED = {f"--{flag}": advice for flags, advice in _ADVICE.items() for flag in flags.split()}
 
 # Where the first is given, the second counts for nothing.
 _INSTEAD = {"steps": "epochs", "val_steps": "val_frequency", "save_steps": "save_frequency"}
@@ -66,17 +63,14 @@ _INSTEAD = {"steps": "epochs", "val_steps": "val_frequency", "save_steps": "save
 # ---- flags
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, sections: Iterable[str] = tuple(SECTIONS), *, leave_out: Collection[str] = ()
-) -> None:
-    """--config, and a flag for each field of the sections but those in `leave_out`. One that is not given is not in the
-    namespace."""
+def add_flags(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """--config, and a flag for each field but those in `leave_out`. One that is not given is not in the namespace."""
     parser.usage = "%(prog)s [--config FILE] [--flag value ...]"  # all of them would bury an error
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with the same names; flags win over it"
     )
-    for section in sections:
-        group = parser.add_argument_group(section, SECTIONS[section].__doc__)
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(section, kind.__doc__)
         for option in OPTIONS.values():
             if option.section == section and option.name not in leave_out:
                 _add_flag(group, option)
@@ -122,9 +116,6 @@ def read_config(given: Mapping[str, Any], *, base: Config | None = None, trainin
     """
     flags = dict(given)
     path = flags.pop("config", None)
-    for name in flags:
-        if name not in OPTIONS:
-            raise TypeError(f"read_config: {name!r} is no field of Config. Perhaps {nearest(name, OPTIONS)} is meant.")
     for one, other in _INSTEAD.items():
         if one in flags and other in flags:
             raise ValueError(f"{OPTIONS[one].flag} must come without {OPTIONS[other].flag}, got both. Drop one.")
@@ -155,24 +146,40 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     import yaml
 
-    def fields(node: Any, what: str) -> Iterator[tuple[str, Any]]:
+    values: dict[str, Any] = {}
+    sections: set[str] = set()
+
+    def refuse(node: Any, why: str) -> NoReturn:
+        raise ValueError(f"{path}, line {node.start_mark.line + 1}: {why}")
+
+    def read(node: Any, what: str) -> None:
         if not isinstance(node, yaml.MappingNode):
             refuse(node, f"{what} must be made of keys and values, got {_shown(node)}.")
-        seen: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 refuse(key, "a key must be a word.")
             name = key.value
-            if name in seen or name in values:
+            is_section = name in SECTIONS and (isinstance(value, yaml.MappingNode) or name not in OPTIONS)
+            if name in (sections if is_section else values):
                 refuse(key, f"{name} is there twice. Keep one.")
-            seen.add(name)
-            if name in SECTIONS and (isinstance(value, yaml.MappingNode) or name not in OPTIONS):
-                yield from () if value.tag == _NULL else fields(value, name)
-            else:
-                yield name, value
+            if not is_section:
+                values[name] = parsed(name, value)
+                continue
+            sections.add(name)
+            if value.tag != _NULL:
+                read(value, name)
 
-    def refuse(node: Any, why: str) -> NoReturn:
-        raise ValueError(f"{path}, line {node.start_mark.line + 1}: {why}")
+    def parsed(name: str, node: Any) -> Any:
+        if advice := REFUSED.get("--" + name.replace("_", "-")):
+            refuse(node, f"{name} is not a key here. {advice}")
+        if name not in OPTIONS:
+            refuse(node, f"{name} is not known. Perhaps {nearest(name, {**OPTIONS, **SECTIONS})} is meant.")
+        if node.tag not in _PLAIN:
+            refuse(node, f"{name} must be {OPTIONS[name].rule}, got {_shown(node)}.")
+        try:
+            return OPTIONS[name].checked(None) if node.tag == _NULL else OPTIONS[name].parse(node.value)
+        except (TypeError, ValueError) as error:
+            refuse(node, f"{name} {error}")
 
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -180,19 +187,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"--config must be YAML, got {path}: {error}") from None
     except OSError as error:
         raise ValueError(f"--config must be a file that can be read, got {path}: {error.strerror}.") from None
-    values: dict[str, Any] = {}
-    for name, node in () if root is None or root.tag == _NULL else fields(root, "the file"):
-        if advice := REFUSED.get("--" + name.replace("_", "-")):
-            refuse(node, f"{name} is not a key here. {advice}")
-        if name not in OPTIONS:
-            refuse(node, f"{name} is not known. Perhaps {nearest(name, {**OPTIONS, **SECTIONS})} is meant.")
-        option = OPTIONS[name]
-        if node.tag not in _PLAIN:
-            refuse(node, f"{name} must be {option.rule}, got {_shown(node)}.")
-        try:
-            values[name] = option.checked(None) if node.tag == _NULL else option.parse(node.value)
-        except (TypeError, ValueError) as error:
-            refuse(node, f"{name} {error}")
+    if root is not None and root.tag != _NULL:
+        read(root, "the file")
     return values
 
 

@@ -1,8 +1,8 @@
 """The first lines of a run's log: what is trained, and what may not be meant."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from .config import to_mapping
 from .optimization import warmup_steps
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def introduce(trainer: "Trainer") -> None:
         report.say(f"all {trainer.total_steps} steps are done. More --steps or --epochs go on.")
     if ranks != trainer.world.size:
         report.warn(f"there were {ranks} ranks, now there are {trainer.world.size}: the last bits will differ")
-    now = to_mapping(trainer.config)
+    now = asdict(trainer.config)
     for section, before in config.items():
         for name, value in before.items():
             if section != "run" and now[section].get(name) != value:

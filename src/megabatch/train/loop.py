@@ -21,33 +21,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from megabatch import __version__
 
 from ..distributed.world import World
-from . import checkpoint
-from .checkpoint import Checkpoints
-from .config import Config, to_mapping
+from . import checkpoint, optimization
+from .config import Config
 from .control import StepFacts, exchange
 from .costs import StepCosts, check_memory
 from .data import open_classes, open_held_out, open_train
-from .data.labelled import ImageFolder
 from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
-from .data.source import Source
 from .encoding import make_encoder, make_prepare
-from .evaluate import Figures, evaluate_all
+from .evaluate import Figures, evaluate
 from .feature_cache import FeatureCache
 from .fingerprint import difference
 from .introduction import introduce
-from .loading import restore
+from .loading import OTHER_MODEL, restore
 from .objective import Objective
-from .optimization import (
-    autocast,
-    is_finite,
-    learning_rate,
-    make_optimizer,
-    make_scaler,
-    running_statistics,
-    stable_seed,
-)
-from .report import Report
+from .report import Report, SilentReport
 from .signals import leaving_when_asked
 from .skipped import SkipList
 from .towers import Towers, make_towers
@@ -85,12 +73,10 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.folder = config, world, folder
         torch.manual_seed(config.run.seed)
-        self.towers: Towers = make_towers(
-            config.model, loss=config.loss.loss, init_logit_scale=config.loss.init_logit_scale
-        )
-        self.source: Source = open_train(config, world)
-        self.held_out: Source | None = open_held_out(config, world)
-        self.classes: ImageFolder | None = open_classes(config)
+        scale = config.loss.init_logit_scale
+        self.towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=scale)
+        self.source, self.held_out = open_train(config, world), open_held_out(config, world)
+        self.classes = open_classes(config)
         sources = {"train": self.source, "val": self.held_out, "zeroshot": self.classes}
         self.data = {name: source.fingerprint() for name, source in sources.items() if source is not None}
 
@@ -102,10 +88,10 @@ class Trainer:
         if self.source.texts_only:  # nothing goes through it
             self.towers.lock_image()
         self.towers.to(world.device)
-        self.running_statistics = running_statistics(self.towers)
+        self.running_statistics = optimization.running_statistics(self.towers)
         self.parameters = [parameter for parameter in self.towers.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(self.towers.model.named_parameters(), options)
-        self.scaler = make_scaler(world.device, options.precision)
+        self.optimizer = optimization.make_optimizer(self.towers.model.named_parameters(), options)
+        self.scaler = optimization.make_scaler(world.device, options.precision)
         self.average: AveragedModel | None = None
         if options.ema_decay is not None:
             averaging: Any = get_ema_multi_avg_fn  # which torch has not typed
@@ -117,10 +103,10 @@ class Trainer:
         several = config.data.captions == "all" and not self.source.texts_only
         has_negatives = self.source.has_negatives and not several
         self.objective = Objective(config.loss, world, has_negatives=has_negatives, several_captions=several)
-        self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
+        self.checkpoints = checkpoint.Checkpoints(folder / "checkpoints", config.run.keep)
         self.progress, self.figures, self.saved = Progress(), Figures(), 0
         self.resumed: tuple[Path, int, dict[str, dict[str, object]]] | None = None
-        self.report = Report.silent()
+        self.report: Report = SilentReport()
         self.skips = SkipList(folder / "skipped.jsonl")
         if resume is not None:
             self._restore(*resume)
@@ -132,8 +118,8 @@ class Trainer:
         facts = {
             "number of samples": len(self.source),
             "number of validation samples": held_out,
-            "fingerprint of the data": stable_seed(repr(self.data)),
-            "settings": to_mapping(self.config),
+            "fingerprint of the data": optimization.stable_seed(repr(self.data)),
+            "settings": asdict(self.config),
             "step to go on from": self.progress.step,
         }
         for other, theirs in enumerate(self.world.gather(facts)):
@@ -214,14 +200,14 @@ class Trainer:
         before = self.progress.nonfinite_in_a_row > 0
         mine = StepFacts(len(batch.ids), len(batch.bad), len(self.skips.new), before, signal)
         read_facts = exchange(self.world, mine)
-        lr = learning_rate(step, options, self.total_steps, self.steps_per_epoch)
+        lr = optimization.learning_rate(step, options, self.total_steps, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
         values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
         if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
-            torch.manual_seed(stable_seed(self.config.run.seed, step, self.world.rank))
+            torch.manual_seed(optimization.stable_seed(self.config.run.seed, step, self.world.rank))
             values = self._descend(encoder, batch)
         facts = read_facts()
         if facts.unlisted:
@@ -233,7 +219,7 @@ class Trainer:
         options = self.config.optimization
         statistics = [buffer.clone() for buffer in self.running_statistics]
         self.optimizer.zero_grad()
-        with autocast(self.world.device, options.precision):
+        with optimization.autocast(self.world.device, options.precision):
             features = encoder(batch)
             loss, accuracy = self.objective(features, batch.ids, batch.negative_ids)
         if self.cache is not None and batch.keys is not None and batch.known is not None:
@@ -247,7 +233,9 @@ class Trainer:
             "train/accuracy": accuracy.item(),
             "train/grad_norm": norm.item(),
         }
-        if is_finite(values):  # of the loss over all ranks, and of the gradients that they share: the same on each
+        if optimization.is_finite(
+            values
+        ):  # of the loss over all ranks, and of the gradients that they share: the same on each
             if options.grad_clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, options.grad_clip_norm, norm)
             self.scaler.step(self.optimizer)
@@ -269,7 +257,7 @@ class Trainer:
                 "resume from the last checkpoint."
             )
         progress, names = self.progress, []
-        if not is_finite(values):
+        if not optimization.is_finite(values):
             _, indices = self._order.of_step(progress.step)
             names = [self.source.name(index) for index in indices.tolist()]
         progress.step += 1
@@ -326,7 +314,7 @@ class Trainer:
             for buffer in self.running_statistics:
                 dist.broadcast(buffer, 0, group=self.world.group)
         towers = self.towers if self.average is None else cast(Towers, self.average.module)
-        figures = evaluate_all(towers, self.held_out, self.classes, self.config, self.world)
+        figures = evaluate(towers, self.held_out, self.classes, self.config, self.world)
         self.progress.evaluated = self.progress.step
         if not figures:
             return False
@@ -352,7 +340,7 @@ class Trainer:
             "samples_seen": self.progress.samples,
             "megabatch": {
                 "version": __version__,
-                "config": to_mapping(self.config),
+                "config": asdict(self.config),
                 "progress": asdict(self.progress),
                 "ranks": self.world.size,
                 "preprocessing": asdict(self.towers.preprocessing),
@@ -370,13 +358,13 @@ class Trainer:
         self.report.say(f"saved {path.name}" + (", the best so far" if is_best else ""))
 
     def _restore(self, path: Path, state: checkpoint.State) -> None:
-        with checkpoint.reading(path, f"--model {self.config.model.model}"):
+        with checkpoint.reading(path, f"--model {self.config.model.model}", OTHER_MODEL):
             kept = state["megabatch"]
             other = None if self.config.run.allow_changed_data else difference(kept["data"], self.data)
-            self._restore_weights(state)
             self.progress = Progress(**kept["progress"])
             self.figures = Figures(kept["figures"])
             self.resumed = (path, kept["ranks"], kept["config"])
+            self._restore_weights(state)
         if other is not None:
             raise ValueError(
                 f"train: --resume {path} must find the data that it was trained on, got other data: {other}. Put it "
@@ -386,15 +374,14 @@ class Trainer:
         self.progress.nonfinite_in_a_row = 0  # whoever resumes wants to go on
 
     def _restore_weights(self, state: checkpoint.State) -> None:
-        groups, saved = self.optimizer.param_groups, state["optimizer"]["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-            raise ValueError("another number of parameters. Are --lock-image and the kind of data those of its run?")
-        # What is asked for counts, not what was: load_state_dict would put the old settings back.
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        groups, saved = self.optimizer.state_dict()["param_groups"], state["optimizer"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved["param_groups"]]:
+            raise ValueError("another number of parameters: --lock-image and the kind of data must be those of its run")
+        if not saved["state"] and self.progress.step > self.progress.nonfinite_steps:
+            raise ValueError(f"no state of the optimizer after {self.progress.step} steps")
         restore(self.towers, state, averaged=False)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, asked in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(asked)
+        # What is asked for counts, not what was: the groups keep their settings.
+        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
         for parameter, values in self.optimizer.state.items():
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 if name != "step" and values[name].shape != parameter.shape:

@@ -52,12 +52,9 @@ class Objective:
         elif self.options.loss == "siglip":
             loss, stats = self.losses.siglip_loss(first, second, scale, bias, ids=same, **self.shared)
         else:
-            masked = {} if same is None else {"query_ids": same, "key_ids": same}
-            if negatives is not None:
-                masked |= {"negatives": negatives}
-                if same is not None and negative_ids is not None:
-                    masked |= {"negative_ids": negative_ids.to(first.device)}
-            loss, stats = self.losses.info_nce_loss(first, second, scale, **masked, **self.shared)
+            others = None if same is None or negative_ids is None else negative_ids.to(first.device)
+            ids_of = {"query_ids": same, "key_ids": same, "negative_ids": others}
+            loss, stats = self.losses.info_nce_loss(first, second, scale, negatives=negatives, **ids_of, **self.shared)
         return loss, stats["accuracy"]
 
 

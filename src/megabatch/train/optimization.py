@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -47,11 +46,9 @@ def learning_rate(step: int, options: Optimization, total_steps: int, steps_per_
     return options.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Products in half precision where it was asked for. Weights, and the loss's logits, stay float32."""
-    if precision not in AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, AUTOCAST[precision])
+    return torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
 
 def make_scaler(device: torch.device, precision: str) -> torch.amp.GradScaler:

@@ -7,10 +7,9 @@ they resize with Pillow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +19,11 @@ if TYPE_CHECKING:  # towers can do without it
 
 INTERPOLATIONS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}  # Pillow's numbers
 LARGEST = 2**26  # pixels of a resized image
-RESIZE_MODES = ("shortest", "longest", "squash", "none")
+CHOICES = {
+    "interpolation": tuple(INTERPOLATIONS),
+    "resize_mode": ("shortest", "longest", "squash", "none"),
+    "convention": ("open_clip", "transformers"),
+}
 _LOWEST_RATIO, _HIGHEST_RATIO = 3 / 4, 4 / 3
 
 
@@ -51,25 +54,15 @@ class Preprocessing:
     convention: str = "open_clip"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("interpolation", tuple(INTERPOLATIONS)),
-            ("resize_mode", RESIZE_MODES),
-            ("convention", ("open_clip", "transformers")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"preprocessing: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
-                )
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"preprocessing: {name} must be one of {', '.join(choices)}, got {value!r}.")
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
             raise ValueError(
                 "preprocessing: mean and std must have one number per channel, 1 or 3, got "
                 f"{len(self.mean)} and {len(self.std)}."
             )
-
-    @staticmethod
-    def from_mapping(values: Mapping[str, Any]) -> Preprocessing:
-        """Of what dataclasses.asdict has made of one."""
-        return Preprocessing(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     @property
     def channels(self) -> int:

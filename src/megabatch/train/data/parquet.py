@@ -143,7 +143,7 @@ class Parquet(Source):
                 is_table = _is_arrow(self._files[file])
                 table = opened if is_table else opened.read_row_group(number, self._columns, use_threads=False)
             except _ERRORS as error:
-                table = f"{printable(self._files[file].url)}, row group {number}: {error}"
+                table = printable(f"{self._files[file].url}, row group {number}: {str(error).strip()}")
             self._tables[group] = table
         self._tables.move_to_end(group)
         if isinstance(self._tables[group], str):
@@ -193,7 +193,8 @@ def _opened(file: Listed) -> Any:
         raise
     except _ERRORS as error:
         kind = "an Arrow stream of save_to_disk" if _is_arrow(file) else "a whole Parquet file"
-        raise ValueError(f"{printable(file.url)}: must be {kind}, got: {error}. Fetch or write it anew.") from None
+        got = printable(str(error).strip())
+        raise ValueError(f"{printable(file.url)}: must be {kind}, got: {got}. Fetch or write it anew.") from None
 
 
 def _names(file: Listed) -> list[str]:

@@ -11,6 +11,8 @@ from .towers import Tokenizer, Towers
 
 __all__ = ["Tokenizer", "Towers", "has_weights", "make_towers"]
 
+BUILT_IN = ("tiny", "small")
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,65 +25,36 @@ def make_towers(model: Model, *, loss: str, init_logit_scale: float | None = Non
         init_logit_scale: 1/temperature. `None` leaves pretrained towers theirs, and starts others as the loss's paper.
     """
     scale, bias = (10.0, -10.0) if loss == "siglip" else (1 / 0.07, None)
-    if model.model in ("tiny", "small"):
-        towers = _built_in(model, init_logit_scale or scale, bias)
-    elif Path(model.model).is_dir():
+    is_folder, size = Path(model.model).is_dir(), model.force_image_size
+    towers: Towers
+    if model.pretrained is not None and (is_folder or model.model in BUILT_IN):
+        raise ValueError(
+            f"--pretrained: must be left out with --model {model.model}, which is not open_clip's, got "
+            f"{model.pretrained!r}."
+        )
+    if model.model == "tiny":
+        from .tiny import TinyTowers
+
+        towers = TinyTowers(scale, bias)
+    elif model.model == "small":
+        from .small import SmallTowers
+
+        towers = SmallTowers(scale, bias, image_size=size)
+    elif is_folder:
         from .hugging_face import HuggingFaceTowers
 
-        _refuse_pretrained(model, "the folder's own weights are loaded")
         towers = HuggingFaceTowers(model.model)
-        _refuse_image_size(model, towers)
     else:
         from .open_clip import OpenClipTowers
 
-        size = model.force_image_size
         towers = OpenClipTowers(model.model, scale, bias, pretrained=model.pretrained, force_image_size=size)
+    if size not in (None, towers.preprocessing.size):
+        raise ValueError(
+            f"--force-image-size: must be {towers.preprocessing.size} for --model {model.model}, got {size}."
+        )
     if init_logit_scale is not None:
         with torch.no_grad():
             towers.logit_scale.fill_(math.log(init_logit_scale))
-    _settle_bias(towers, model, loss)
-    if model.lock_image:
-        towers.lock_image()
-    if model.lock_image and not has_weights(model):
-        _log.warning("--lock-image: the image tower of %s has random weights, which stay as they are.", model.model)
-    if model.grad_checkpointing:
-        towers.checkpoint_activations()
-    return towers.train()
-
-
-def _built_in(model: Model, scale: float, bias: float | None) -> Towers:
-    _refuse_pretrained(model, f"{model.model} has no weights to load")
-    if model.model == "small":
-        from .small import SmallTowers
-
-        return SmallTowers(scale, bias, image_size=model.force_image_size)
-    from .tiny import TinyTowers
-
-    towers = TinyTowers(scale, bias)
-    _refuse_image_size(model, towers)
-    return towers
-
-
-def has_weights(model: Model) -> bool:
-    """Whether its towers start from trained weights."""
-    stored = Path(model.model).is_dir() or model.model.startswith(("local-dir:", "hf-hub:"))
-    return model.model not in ("tiny", "small") and (stored or model.pretrained is not None)
-
-
-def _refuse_pretrained(model: Model, reason: str) -> None:
-    if model.pretrained is not None:
-        raise ValueError(
-            f"--pretrained: must be left out with --model {model.model}, because {reason}, got {model.pretrained!r}."
-        )
-
-
-def _refuse_image_size(model: Model, towers: Towers) -> None:
-    size = towers.preprocessing.size
-    if model.force_image_size not in (None, size):
-        raise ValueError(f"--force-image-size: must be {size} for --model {model.model}, got {model.force_image_size}.")
-
-
-def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
     if loss == "siglip" and towers.logit_bias is None:
         raise ValueError(
             f"--loss: must be clip or infonce, because --model {model.model} has no logit_bias, got siglip. "
@@ -90,3 +63,16 @@ def _settle_bias(towers: Towers, model: Model, loss: str) -> None:
     if loss == "infonce" and towers.logit_bias is not None:
         towers.logit_bias.requires_grad_(False)
         _log.info("--loss infonce has no bias: the logit_bias of %s is not trained.", model.model)
+    if model.lock_image:
+        towers.lock_image()
+        if not has_weights(model):
+            _log.warning("--lock-image: the image tower of %s has random weights, which stay as they are.", model.model)
+    if model.grad_checkpointing:
+        towers.checkpoint_activations()
+    return towers.train()
+
+
+def has_weights(model: Model) -> bool:
+    """Whether its towers start from trained weights."""
+    stored = Path(model.model).is_dir() or model.model.startswith(("local-dir:", "hf-hub:"))
+    return model.model not in BUILT_IN and (stored or model.pretrained is not None)

@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..config import said
 from ..preprocessing import INTERPOLATIONS, Preprocessing
-from .towers import WrappedTowers
+from .towers import WrappedTowers, import_library
 
 # Each kind of model, and the mean and deviation of pixels that its family was trained with.
 CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PIXELS = {"clip": OPENAI, "siglip": ((0.5,) * 3, (0.5,) * 3)}
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model", "vocab.txt")
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +31,8 @@ class HuggingFaceTowers(WrappedTowers):
     """
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
-        config = _read(folder, "config.json")
-        kind = _kind(folder, config)
-        transformers = _import_transformers()
-        self.clip = _load(getattr(transformers, CLASSES[kind]), folder)
+        kind = _kind(folder)
+        super().__init__(_load(getattr(import_library("transformers", extra="hugging_face"), CLASSES[kind]), folder))
         text, vision = self.clip.config.text_config, self.clip.config.vision_config
         self.tokenizer = FolderTokenizer(folder, text.max_position_embeddings, text.vocab_size)
         if kind == "clip":
@@ -43,11 +40,11 @@ class HuggingFaceTowers(WrappedTowers):
         self.preprocessing = _preprocessing(folder, kind, vision)
 
     def encode_image(self, images: Tensor) -> Tensor:
-        return _features(self.clip.get_image_features(pixel_values=images))
+        return cast(Tensor, self.clip.get_image_features(pixel_values=images).pooler_output)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         """Without a mask: CLIP's end mark sees nothing of the padding after it, and SigLIP is trained to see it."""
-        return _features(self.clip.get_text_features(input_ids=tokens))
+        return cast(Tensor, self.clip.get_text_features(input_ids=tokens).pooler_output)
 
     def export(self, folder: Path) -> None:
         """For `from_pretrained(folder)` of model, tokenizer and image processor."""
@@ -85,19 +82,21 @@ class FolderTokenizer:
     """The tokenizer of a folder: texts cut and padded to what the model takes."""
 
     def __init__(self, folder: str, length: int, vocabulary: int) -> None:
-        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-            raise ValueError(
-                f"--model: {folder} must have the files of a tokenizer, got none of {', '.join(TOKENIZER_FILES)}. "
-                "Save it there with tokenizer.save_pretrained."
-            )
         try:
-            self.tokenizer = _import_transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = import_library("transformers", extra="hugging_face").AutoTokenizer.from_pretrained(
+                folder, local_files_only=True
+            )
         except Exception as error:
-            raise ValueError(f"--model: the tokenizer in {folder} cannot be loaded: {error}") from error
+            raise ValueError(
+                f"--model: the tokenizer in {folder} must be one that transformers loads, got {said(error)}. Save "
+                "it there again with tokenizer.save_pretrained."
+            ) from error
         self.folder, self.length, self.vocabulary = folder, length, vocabulary
         check_vocabulary(f"the tokenizer in {folder}", len(self.tokenizer), vocabulary)
         if self.tokenizer.pad_token_id is None:
-            raise ValueError(f"--model: the tokenizer in {folder} must have a pad token, got none.")
+            raise ValueError(
+                f"--model: the tokenizer in {folder} must have a pad token, got none. Set one and save it again."
+            )
         self.tokenizer.padding_side = self.tokenizer.truncation_side = "right"
         self(["a", "a " * length])
 
@@ -109,7 +108,7 @@ class FolderTokenizer:
         if tokens.numel() and tokens.max() >= self.vocabulary:
             raise ValueError(
                 f"--model: tokens must be below the model's vocab_size {self.vocabulary}, got {tokens.max()} from the "
-                f"tokenizer in {self.folder}. It belongs with another model."
+                f"tokenizer in {self.folder}. Save the model's own there."
             )
         return tokens
 
@@ -121,7 +120,7 @@ class FolderTokenizer:
             if not own.any() or found != own.int().argmax():
                 raise ValueError(
                     f"--model: texts must end with the token that config.json calls eos_token_id, got {end} there and "
-                    f"{self.tokenizer.eos_token_id} from the tokenizer in {self.folder}."
+                    f"{self.tokenizer.eos_token_id} from the tokenizer in {self.folder}. Save the model's own there."
                 )
 
 
@@ -130,19 +129,8 @@ def check_vocabulary(name: str, tokens: int, vocabulary: int) -> None:
     if tokens < vocabulary / 2:
         raise ValueError(
             f"--model: {name} must know most of the {vocabulary} tokens of the model, got {tokens}. "
-            "Its vocabulary was not found."
+            "Its vocabulary was not found: look for a missing tokenizer.json."
         )
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"--model: transformers must be importable for a folder, got {type(error).__name__}: {error}. "
-            "Run pip install 'megabatch[hugging_face]'."
-        ) from error
-    return transformers
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:
@@ -153,20 +141,21 @@ def _read(folder: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(f"--model: {path} must be JSON: {error}") from error
+        raise ValueError(f"--model: {path} must be JSON, got {error}. Save the model there again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--model: {path} must be a JSON object, got {type(content).__name__}.")
+        got = type(content).__name__
+        raise ValueError(f"--model: {path} must be a JSON object, got {got}. Save the model there again.")
     return content
 
 
-def _kind(folder: str, config: dict[str, Any]) -> str:
-    kind = config.get("model_type")
+def _kind(folder: str) -> str:
+    kind = _read(folder, "config.json").get("model_type")
     if kind in CLASSES:
         return cast(str, kind)
-    hint = ""
+    advice = "Take another model, or one of open_clip by its name."
     if (Path(folder) / "open_clip_config.json").is_file():
-        hint = f" It is open_clip's: pass --model local-dir:{folder}."
-    raise ValueError(f"--model: {folder} must have a config.json with model_type clip or siglip, got {kind}.{hint}")
+        advice = f"It is open_clip's: pass --model local-dir:{folder}."
+    raise ValueError(f"--model: {folder} must have a config.json with model_type clip or siglip, got {kind}. {advice}")
 
 
 def _load(model_class: Any, folder: str) -> Any:
@@ -176,24 +165,29 @@ def _load(model_class: Any, folder: str) -> Any:
                 folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
             )
         except Exception as error:
-            raise ValueError(f"--model: {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"--model: {folder} must be one that transformers loads, got {said(error)}. Save the "
+                "model there again with save_pretrained."
+            ) from error
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"--model: {folder} must have all weights, lacks {len(missing)}, among them {missing[0]}.")
+        raise ValueError(
+            f"--model: {folder} must have all weights, lacks {len(missing)}, among them {missing[0]}. Save the model "
+            "there again with save_pretrained."
+        )
     return model
 
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
     """Every rank would draw one."""
-    logging = _import_transformers().utils.logging
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
+    logging = import_library("transformers", extra="hugging_face").utils.logging
+    was_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def _preprocessing(folder: str, kind: str, vision: Any) -> Preprocessing:
@@ -205,55 +199,45 @@ def _preprocessing(folder: str, kind: str, vision: Any) -> Preprocessing:
     usual |= {"size": {"shortest_edge": 224} if is_clip else {"height": 224, "width": 224}, "crop_size": 224}
     if not given:
         if channels != 3:
-            raise ValueError(f"--model: {folder} must have a preprocessor_config.json, because its images are not RGB.")
+            _refuse(folder, "images that are not RGB must come with a preprocessor_config.json", "none")
         _log.warning("--model: %s has no preprocessor_config.json: images are prepared as usual for %s.", folder, kind)
         usual |= {"size": dict.fromkeys(usual["size"], side), "crop_size": side}
         given = {}
     given = usual | {key: value for key, value in given.items() if value is not None}
-    _refuse_other_steps(folder, given)
+    if not given.get("do_rescale", True) or not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255):
+        _refuse(folder, "rescale_factor must be 1/255", given.get("rescale_factor"))
+    processor = given.get("image_processor_type") or given.get("feature_extractor_type") or "CLIPImageProcessor"
+    if not processor.startswith(("CLIP", "Siglip")) or given.get("do_pad"):
+        _refuse(folder, "the image processor must be CLIP's or SigLIP's and not pad", processor)
     if not given.get("do_normalize", True):
         given |= {"image_mean": (0.0,) * channels, "image_std": (1.0,) * channels}
     mean, std = tuple(given["image_mean"]), tuple(given["image_std"])
     if len(mean) != channels or len(std) != channels:
-        raise ValueError(
-            f"--model: image_mean and image_std must have {channels} numbers, as many as channels, got {len(mean)} and "
-            f"{len(std)} in {folder}."
-        )
-    size, crop = given["size"], given["crop_size"] if given["do_center_crop"] else given["size"]
-    mode, resize_to = "none", side
+        rule = f"image_mean and image_std must have {channels} numbers, as many as channels"
+        _refuse(folder, rule, f"{len(mean)} and {len(std)}")
+    cropped, mode, resize_to = given["do_center_crop"], "none", side
     if given.get("do_resize", True):
-        mode = "shortest" if isinstance(size, int) or "shortest_edge" in size else "squash"
-        resize_to = _side(folder, "size", size)
-    if mode != "squash" and not given["do_center_crop"]:
-        raise ValueError(f"--model: do_center_crop must be true where size is that of one edge, got false in {folder}.")
-    if _side(folder, "crop_size" if given["do_center_crop"] else "size", crop) != side:
-        raise ValueError(f"--model: images must be prepared to the model's {side} pixels, got {crop} in {folder}.")
+        mode = "shortest" if isinstance(given["size"], int) or "shortest_edge" in given["size"] else "squash"
+        resize_to = _side(folder, "size", given["size"])
+    if mode != "squash" and not cropped:
+        _refuse(folder, "do_center_crop must be true where size is that of one edge", "false")
+    made = _side(folder, "crop_size", given["crop_size"]) if cropped else resize_to
+    if made != side:
+        _refuse(folder, f"images must be prepared to the model's {side} pixels", made)
     interpolation = {number: name for name, number in INTERPOLATIONS.items()}[given["resample"]]
     return Preprocessing(side, mean, std, interpolation, mode, resize_to, convention="transformers")
 
 
-def _refuse_other_steps(folder: str, given: dict[str, Any]) -> None:
-    """Steps of image processors that no CLIP and no SigLIP has."""
-    if not given.get("do_rescale", True) or not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255):
-        raise ValueError(f"--model: rescale_factor must be 1/255, got {given.get('rescale_factor')} in {folder}.")
-    processor = given.get("image_processor_type") or given.get("feature_extractor_type") or "CLIPImageProcessor"
-    if not processor.startswith(("CLIP", "Siglip")) or given.get("do_pad"):
-        raise ValueError(
-            f"--model: the image processor must be CLIP's or SigLIP's and not pad, got {processor} in {folder}."
-        )
-
-
 def _side(folder: str, name: str, size: Any) -> int:
     """Of {"shortest_edge": side}, {"height": side, "width": side} or a number."""
-    sides = {size} if isinstance(size, int) else set(size.values()) if isinstance(size, dict) else set()
-    known = isinstance(size, int) or set(size) in ({"shortest_edge"}, {"height", "width"})
-    if len(sides) != 1 or not known:
-        raise ValueError(
-            f"--model: {name} must be a square's height and width, or a shortest_edge, got {size} in {folder}."
-        )
+    known = isinstance(size, dict) and set(size) in ({"shortest_edge"}, {"height", "width"})
+    sides = set(size.values()) if known else {size} if isinstance(size, int) else set()
+    if len(sides) != 1:
+        _refuse(folder, f"{name} must be a square's height and width, or a shortest_edge", size)
     return int(sides.pop())
 
 
-def _features(output: Any) -> Tensor:
-    """transformers 4 returns the features, 5 returns them with what they were made of."""
-    return output if isinstance(output, Tensor) else cast(Tensor, output.pooler_output)
+def _refuse(folder: str, rule: str, got: object) -> NoReturn:
+    raise ValueError(
+        f"--model: {rule}, got {got} in {folder}. Mend its preprocessor_config.json, or take another model."
+    )

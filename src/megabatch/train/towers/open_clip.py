@@ -3,15 +3,17 @@
 import difflib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..config import said
 from ..preprocessing import Preprocessing
 from .hugging_face import check_vocabulary
-from .towers import Tokenizer, WrappedTowers
+from .towers import Tokenizer, WrappedTowers, import_library
 
 _log = logging.getLogger(__name__)
 
@@ -32,23 +34,25 @@ class OpenClipTowers(WrappedTowers):
         pretrained: str | None = None,
         force_image_size: int | None = None,
     ) -> None:
-        super().__init__()
         open_clip = import_open_clip()
         _check_name(open_clip, name, pretrained)
-        self.tokenizer = _tokenizer(open_clip, name)
-        self._config: dict[str, Any] = open_clip.get_model_config(name.replace("/", "-") if ":" not in name else name)
-        options: dict[str, Any] = {"init_logit_scale": torch.tensor(init_logit_scale).log().item()}
+        name = name if ":" in name else name.replace("/", "-")
+        tokenizer = _tokenizer(open_clip, name)
+        options: dict[str, Any] = {"init_logit_scale": math.log(init_logit_scale), "force_image_size": force_image_size}
         if init_logit_bias is not None:
             options["init_logit_bias"] = init_logit_bias
         try:
-            self.clip = open_clip.create_model(
-                name, pretrained=pretrained, precision="fp32", force_image_size=force_image_size, **options
-            )
+            clip = open_clip.create_model(name, pretrained=pretrained, precision="fp32", **options)
         except Exception as error:
             size = "" if force_image_size is None else f" for images of side {force_image_size}"
-            raise ValueError(f"--model: open_clip cannot make {name!r}{size}: {_said(error)}.") from error
-        if not isinstance(self.clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
-            raise ValueError(_not_two_towers(name, type(self.clip).__name__))
+            raise ValueError(
+                f"--model: {name!r} must be one that open_clip makes{size}, got {said(error)}. "
+                "open_clip.list_pretrained() names all models with their weights."
+            ) from error
+        if not isinstance(clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
+            raise ValueError(_not_two_towers(name, type(clip).__name__))
+        super().__init__(clip)
+        self.tokenizer, self._config = tokenizer, open_clip.get_model_config(name)
         self._check_tokenizer(name)
         self._check_image_size(name, force_image_size)
         self.preprocessing = _preprocessing(self.clip.visual.preprocess_cfg)
@@ -62,28 +66,28 @@ class OpenClipTowers(WrappedTowers):
             check_vocabulary(f"the tokenizer that open_clip has for {name!r}", len(inner), vocabulary)
         elif (own := getattr(self.tokenizer, "vocab_size", vocabulary)) > vocabulary:
             raise ValueError(
-                f"--model: {name!r} must know the {own} tokens of its tokenizer, got vocab_size {vocabulary}."
+                f"--model: {name!r} must know the {own} tokens of its tokenizer, got vocab_size {vocabulary}. "
+                "Set that in its configuration."
             )
 
     def _check_image_size(self, name: str, forced: int | None) -> None:
         size = self.clip.visual.image_size
         height, width = (size, size) if isinstance(size, int) else size
         if height != width:
-            raise ValueError(f"--model: images must be squares, got {name!r}, which takes {height} x {width}.")
+            got = f"{name!r}, which takes {height} x {width}"
+            raise ValueError(f"--model: images must be squares, got {got}. Give --force-image-size.")
         if forced is None:
             return
         patch, _ = getattr(self.clip.visual, "patch_size", (1, 1))
         if forced % patch:
             raise ValueError(f"--force-image-size: must be a multiple of {patch}, the patch of {name!r}, got {forced}.")
-        training = self.clip.training
         try:
             with torch.no_grad():
                 self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
         except Exception as error:
             raise ValueError(
-                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {_said(error)}."
+                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {said(error)}."
             ) from error
-        self.clip.train(training)
 
     def encode_image(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.clip.encode_image(images, normalize=False))
@@ -112,11 +116,8 @@ class OpenClipTowers(WrappedTowers):
         return [self.clip.visual]
 
     def compiled_parts(self) -> list[nn.Module]:
-        return [self.clip.visual, self._text()]
-
-    def _text(self) -> nn.Module:
-        """The text tower; where its embeddings lie in the model itself, all but them."""
-        return cast(nn.Module, self.clip.text if hasattr(self.clip, "text") else self.clip.transformer)
+        # Where the embeddings of texts lie in the model itself, the text tower is all but them.
+        return [self.clip.visual, self.clip.text if hasattr(self.clip, "text") else self.clip.transformer]
 
     def checkpoint_activations(self) -> None:
         """By open_clip, whose own checkpoints, timm's and transformers' are not reentrant."""
@@ -129,7 +130,7 @@ class OpenClipTowers(WrappedTowers):
             ):
                 raise ValueError(
                     f"--grad-checkpointing: must be left out, because open_clip has none for {type(tower).__name__}, "
-                    "a tower of this model."
+                    "a tower of this model. Take a smaller --chunk-size."
                 )
 
 
@@ -150,20 +151,8 @@ def _preprocessing(options: dict[str, Any]) -> Preprocessing:
     )
 
 
-def _said(error: Exception) -> str:
-    """On one line, to be followed by a full stop."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
-
-
 def import_open_clip() -> Any:
-    try:
-        import open_clip
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision beside a torch that is not its own
-        raise ImportError(
-            f"--model: open_clip must be importable, got {_said(error)}. "
-            "Run pip install 'megabatch[open_clip]', or take --model tiny or small, which need nothing."
-        ) from error
-    return open_clip
+    return import_library("open_clip", extra="open_clip")
 
 
 def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
@@ -174,7 +163,10 @@ def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
             )
         place = Path(name.removeprefix("local-dir:"))
         if name.startswith("local-dir:") and not (place / "open_clip_config.json").is_file():
-            raise ValueError(f"--model: local-dir: must be a folder with an open_clip_config.json, got {str(place)!r}.")
+            raise ValueError(
+                f"--model: local-dir: must be a folder with an open_clip_config.json, got {str(place)!r}. megabatch "
+                "export writes one."
+            )
         return
     known = open_clip.list_models()
     if (plain := name.replace("/", "-")) not in known:
@@ -188,14 +180,14 @@ def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
 
 
 def _not_two_towers(name: str, kind: str) -> str:
-    return f"--model: must be an image and a text tower, got {name!r}, which is a {kind}."
+    return f"--model: must be an image and a text tower, got {name!r}, which is a {kind}. Take a CLIP or a SigLIP."
 
 
 def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
     try:
-        return cast(Tokenizer, open_clip.get_tokenizer(name.replace("/", "-") if ":" not in name else name))
+        return cast(Tokenizer, open_clip.get_tokenizer(name))
     except Exception as error:
         raise ValueError(
-            f"--model: the tokenizer of {name!r} must be at hand, got {_said(error)}. open_clip takes it from the "
+            f"--model: the tokenizer of {name!r} must be at hand, got {said(error)}. open_clip takes it from the "
             "Hugging Face hub: run once with a network."
         ) from error

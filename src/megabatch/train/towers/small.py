@@ -21,7 +21,9 @@ class SmallTowers(BuiltInTowers):
         super().__init__(init_logit_scale, init_logit_bias)
         size = 64 if image_size is None else image_size
         if size < PATCH or size % PATCH:
-            raise ValueError(f"SmallTowers: image_size must be a multiple of {PATCH}, the patch, got {image_size}.")
+            raise ValueError(
+                f"--force-image-size: must be a multiple of {PATCH}, the patch of small, got {image_size}."
+            )
         self.tokenizer = ByteTokenizer(BYTES)
         self.preprocessing = Preprocessing(size, mean=(0.5,) * 3, std=(0.5,) * 3)
         self.image = ImageTransformer(size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ..config import said
 from ..preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -26,29 +29,22 @@ class Towers(nn.Module, ABC):
     Attributes:
         preprocessing: What is done to images before they are encoded.
         tokenizer: Texts to tokens.
+        logit_scale: The logarithm of 1/temperature.
         model: The module whose state is saved: this one, or the one of another library that it wraps.
     """
 
     preprocessing: Preprocessing
     tokenizer: Tokenizer
+    logit_scale: nn.Parameter
+    logit_bias: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
         self.image_is_locked = False
-        self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}  # no buffers: nothing to save
 
     @property
     def model(self) -> nn.Module:
         return self
-
-    @property
-    @abstractmethod
-    def logit_scale(self) -> nn.Parameter:
-        """The logarithm of 1/temperature."""
-
-    @property
-    @abstractmethod
-    def logit_bias(self) -> nn.Parameter | None: ...
 
     @abstractmethod
     def encode_image(self, images: Tensor) -> Tensor:
@@ -77,17 +73,17 @@ class Towers(nn.Module, ABC):
     def pixels(self, images: Tensor) -> Tensor:
         """Float images as encode_image takes them, of uint8 ones: `(images / 255 - mean) / std`."""
         if images.dtype != torch.uint8:
-            raise TypeError(f"pixels: images must be torch.uint8, from 0 to 255, got {images.dtype}.")
-        if images.device not in self._normalisation:
-            mean, std = self.preprocessing.mean, self.preprocessing.std
-            mean_c11, std_c11 = (torch.tensor(each, device=images.device)[:, None, None] for each in (mean, std))
-            self._normalisation[images.device] = mean_c11, std_c11
-        mean_c11, std_c11 = self._normalisation[images.device]
-        return images.float().div_(255).sub_(mean_c11).div_(std_c11)
+            raise TypeError(
+                f"pixels: images must be torch.uint8, from 0 to 255, got {images.dtype}. Pass what preprocessing makes."
+            )
+        mean, std = (_per_channel(each, images.device) for each in (self.preprocessing.mean, self.preprocessing.std))
+        return images.float().div_(255).sub_(mean).div_(std)
 
     def export(self, folder: Path) -> None:
         """Write a folder that the library of the model loads. ValueError where it is of none."""
-        raise ValueError("export: the model must be open_clip's or Hugging Face's, got one of megabatch's own.")
+        raise ValueError(
+            "export: the model must be open_clip's or Hugging Face's, got one of ours. Use megabatch.load."
+        )
 
     def lock_image(self) -> None:
         """LiT: the image tower stays as it is, its projection and the statistics of its norms included."""
@@ -112,16 +108,8 @@ class BuiltInTowers(Towers):
 
     def __init__(self, init_logit_scale: float, init_logit_bias: float | None) -> None:
         super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
-        self.bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
-
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return self.log_scale
-
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return self.bias
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
+        self.logit_bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
 
     def encode_image(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.image(images))
@@ -139,16 +127,31 @@ class BuiltInTowers(Towers):
 class WrappedTowers(Towers):
     """Those of a model of another library, whose state keeps its own names."""
 
-    clip: Any
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.clip, self.logit_scale, self.logit_bias = clip, clip.logit_scale, getattr(clip, "logit_bias", None)
 
     @property
     def model(self) -> nn.Module:
         return cast(nn.Module, self.clip)
 
-    @property
-    def logit_scale(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.clip.logit_scale)
 
-    @property
-    def logit_bias(self) -> nn.Parameter | None:
-        return cast("nn.Parameter | None", getattr(self.clip, "logit_bias", None))
+@lru_cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None, None]
+
+
+def import_library(name: str, *, extra: str) -> Any:
+    try:
+        return import_module(name)
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: torchvision beside a torch that is not its own
+        absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or ".")
+        advice = f"Run pip install 'megabatch[{extra}]'" if absent else "It is installed: mend what fails in it"
+        raise ImportError(
+            f"--model: {name} must be importable, got {said(error)}. {advice}, or take --model tiny or small, "
+            "which need nothing."
+        ) from error
