@@ -350,6 +350,8 @@ SMALLER = {
     "train": "--global-batch-size 64 --train-num-samples 128 --workers 0 --val-frequency 0",
     "eval": "",
     "export": "",
+    "index": "",
+    "bench data": "--quick",
 }
 # Those that no test runs, by how they begin, and why.
 NOT_RUN = {
@@ -368,7 +370,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest": "runs tests",
 }
 PROGRAMS = ("megabatch", "python", ".venv/bin/python", ".venv/bin/torchrun", "torchrun", "srun", "make", "pip", "git")
-MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "bench", "plan")}
+MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "index", "bench", "plan")}
 FIRST_RUN = "--epochs 10 --name first"  # the run that other commands evaluate, export and resume
 
 
@@ -412,7 +414,7 @@ WITH_TORCHVISION += "import sys; from megabatch.cli import main; sys.exit(main(s
 def run_in(folder: Path, words: tuple[str, ...]) -> None:
     if "imagenet" in words:
         words = ("-c", WITH_TORCHVISION, *words[2:])
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(folder)}
     ended = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -420,7 +422,36 @@ def run_in(folder: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store() -> Iterator[None]:
+    """A server of S3, which commands find by their environment."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "none")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield
+    server.stop()
+
+
+def fill_bucket(folder: Path) -> None:
+    import boto3
+
+    from megabatch.bench.data import write_shard
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    for number in range(4):
+        write_shard(folder / "shard.tar", 70, number)
+        client.upload_file(str(folder / "shard.tar"), "bucket", f"{number:05}.tar")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory, store: None) -> Path:
     """A folder with the data that the pages name, and their first training run."""
     from PIL import Image
 
@@ -436,6 +467,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     captions = [{"image_id": 1, "caption": "a picture"}, {"image_id": 1, "caption": "a blue picture"}]
     coco = {"images": [{"id": 1, "file_name": "4.png"}], "annotations": captions}
     (folder / "coco/val2014/coco_test_karpathy.json").write_text(json.dumps(coco))
+    fill_bucket(folder)
     run_in(folder, next(words for words, line in RUN.items() if FIRST_RUN in line))
     return folder
 

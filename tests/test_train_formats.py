@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from megabatch.train.data import parquet, storage
-from megabatch.train.data.captions import Captioned, Fields, drawn
+from megabatch.train.data.captions import Fields, drawn
 from megabatch.train.data.folders import CaptionedFolder
 from megabatch.train.data.pairs import TextPairs
 from megabatch.train.data.parquet import Parquet
@@ -85,7 +85,6 @@ def test_a_json_key_may_have_several_captions() -> None:
 def test_keys_with_a_weight_all_count_and_those_without_only_instead_of_them() -> None:
     fields = Fields(json_text_keys=("a", "b", "c", "d"), probs=(3, 0, 1))
     found = fields.sample_of({"jpg": b"J", "json": as_json(a="A", b="B", c=["C", "D"], d="E")})
-    assert isinstance(found, Captioned)
     assert ((found.text, *found.captions), found.weights) == (("A", "C", "D"), (3, 0.5, 0.5))
     assert sample(fields, jpg=b"J", json=as_json(b="B", d="E")) == (b"J", ["B"])
 
@@ -150,7 +149,7 @@ def test_captions_are_drawn_equally_often_or_by_their_weights() -> None:
     """Within five standard deviations of the binomial distribution."""
     count = 4000
     equal = draws(Sample("a", "key", captions=("b", "c", "d")), count)
-    weighted = draws(Captioned("a", "key", captions=("b", "c"), weights=(5, 4, 1)), count)
+    weighted = draws(Sample("a", "key", captions=("b", "c"), weights=(5, 4, 1)), count)
     for counts, shares in ((equal, dict.fromkeys("abcd", 0.25)), (weighted, {"a": 0.5, "b": 0.4, "c": 0.1})):
         assert set(counts) == set(shares)
         for text, share in shares.items():
@@ -343,7 +342,6 @@ def test_captions_are_columns_or_lists_in_them(tmp_path: Path) -> None:
     assert texts(Parquet(path)) == ["x"] * 3
     source = Parquet(path, Fields(json_text_keys=("long", "short"), probs=(1, 3)))
     assert [(source[index].text, source[index].captions) for index in (0, 1)] == [("L", ("s", "t")), ("u", ())]
-    assert isinstance(source[0], Captioned)
     assert source[0].weights == (1, 1.5, 1.5)
     with pytest.raises(BadSample, match="no caption"):
         source[2]

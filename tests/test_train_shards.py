@@ -425,6 +425,10 @@ def test_all_bad_shards_are_named_at_once_and_can_be_left_out(tmp_path: Path, lo
     }
     for name, data in cases.items():
         (tmp_path / f"{name}.tar").write_bytes(data)
+    with pytest.raises(ValueError, match=r"6\.tar: must be a file, but 1 of 7 shards are not.*--skip-bad-shards"):
+        open_source(str(tmp_path / "{0..6}.tar"))
+    assert len(open_source(str(tmp_path / "{0..6}.tar"), Data(skip_bad_shards=True))) == 20
+    logged.clear()
     what = str(tmp_path / "{0..5}.tar")
     with pytest.raises(ValueError, match=r"5 of 6 shards must be whole, uncompressed tars.*") as error:
         open_source(what)

@@ -84,7 +84,8 @@ def _encode(
     skipped = 0
     for batch in _in_order(source, towers, config, world):
         with autocast(world.device, config.optimization.precision):
-            encoded = encoder(replace(batch, negatives=None) if source.texts_only else batch)
+            captions = batch.negatives if not source.texts_only and batch.negatives is not None else batch.second[:0]
+            encoded = encoder(replace(batch, negatives=captions if len(captions) else None))
         more, owners = encoded.negatives, batch.negative_ids  # further captions of images
         if more is None or owners is None:
             more, owners = encoded.second[:0], batch.ids[:0]

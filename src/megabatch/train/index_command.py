@@ -28,7 +28,7 @@ def main(options: argparse.Namespace) -> int:
     with usage_errors("index"), bar:
         task = bar.add_task("shards", total=None)
         index = make(
-            expand(options.data),
+            expand(options.data, skip_missing=options.skip_bad_shards),
             skip_bad=options.skip_bad_shards,
             told=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -113,15 +113,17 @@ def open_source(
         source = _open_shards(
             what, options, fields, factors if resampled else None, world or World(torch.device("cpu"))
         )
-    if options.captions == "all" and not source.texts_only:
-        source.has_negatives = True
+    if not source.texts_only and (
+        options.captions == "all" or (held_out and kind in ("webdataset", "parquet", "folder"))
+    ):
+        source.has_negatives = True  # further captions come where negatives do
     return source if limit is None else Limited(source, limit)
 
 
 def _open_shards(what: str, options: Data, fields: Fields, factors: str | None, world: World) -> Shards:
     def make() -> Index:
         started = time.perf_counter()
-        shards = expand(what, factors=factors)
+        shards = expand(what, factors=factors, skip_missing=options.skip_bad_shards)
         scanned = 0
 
         def told(done: int, total: int) -> None:

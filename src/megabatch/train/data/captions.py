@@ -17,13 +17,6 @@ _FIRST = 64  # samples, to find out whether any can be used
 
 
 @dataclass(frozen=True)
-class Captioned(Sample):
-    """A sample with weights of `text` and of each of `captions`, which are drawn in proportion to them."""
-
-    weights: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Fields:
     """Names of images and captions, as OpenCLIP 4's flags give them. Of several names, the first that is there counts.
 
@@ -97,16 +90,16 @@ class Fields:
         if not weighted:
             raise BadSample(missing)
         (text, *others), weights = zip(*weighted, strict=True)
-        return Captioned(text, content_key(image), image, rgb_first=True, captions=tuple(others), weights=weights)
+        return Sample(text, content_key(image), image, rgb_first=True, captions=tuple(others), weights=weights)
 
 
 def drawn(sample: Sample, seed: int, number: int, index: int) -> Sample:
     """The sample with one of its captions, drawn by the seed, the number of the pass and that of the sample."""
     if not sample.captions:
         return sample
-    weights = sample.weights if isinstance(sample, Captioned) else None
-    (text,) = Random(f"{seed}/{number}/{index}/caption").choices((sample.text, *sample.captions), weights)
-    return replace(sample, text=text, captions=())
+    random, texts = Random(f"{seed}/{number}/{index}/caption"), (sample.text, *sample.captions)
+    (text,) = random.choices(texts, sample.weights or None)
+    return replace(sample, text=text, captions=(), weights=())
 
 
 def check_first(source: Source, advice: str) -> None:

@@ -3,6 +3,7 @@
 import glob
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from braceexpand import braceexpand
 from .source import printable
 from .storage import Missing, ask, local_path, read_all, size_and_tag, tag_of
 
+_LOGGER = logging.getLogger("megabatch")
 _MOST_SHARDS = 10**6
 _WORTH_LISTING = 16  # shards of a remote folder: it is listed from here on, below each is asked for
 _UNPACK = {".gz": "gzip -dk", ".tgz": "gzip -dk", ".zst": "zstd -d", ".bz2": "bzip2 -dk", ".xz": "xz -dk"}
@@ -47,7 +49,7 @@ class Listed:
     tag: str
 
 
-def expand(what: str, *, factors: str | None = None) -> list[Listed]:
+def expand(what: str, *, factors: str | None = None, skip_missing: bool = False) -> list[Listed]:
     """The shards that are named, in this order; those of a folder or a glob are sorted by name.
 
     Args:
@@ -55,6 +57,7 @@ def expand(what: str, *, factors: str | None = None) -> list[Listed]:
             sources. A folder stands for its `*.tar`. A .txt file, or `@file`, has one source per line. A .json or
             .yaml file is an OpenCLIP manifest.
         factors: Weights of the sources, with `::` between them.
+        skip_missing: Leave out shards that are not there.
     """
     sources = _manifest(what) if re.search(r"\.(json|ya?ml)$", what) else [([each], 1.0) for each in _split(what)]
     if factors is not None:
@@ -70,10 +73,13 @@ def expand(what: str, *, factors: str | None = None) -> list[Listed]:
             raise ValueError(f"{printable(url)}: {words} {_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}")
     asked = _sizes_and_tags([url for url, _, known in shards if known is None])
     missing = [url for url, _, known in shards if known is None and url not in asked]
-    if missing:
+    if missing and not skip_missing:
         words = f"must be a file, but {len(missing)} of {len(shards)} shards are not."
-        raise ValueError(f"{printable(missing[0])}: {words}")
-    return [Listed(url, weight, *(known or asked[url])) for url, weight, known in shards]
+        raise ValueError(f"{printable(missing[0])}: {words} Look at the name, or go on without: --skip-bad-shards.")
+    for url in missing:
+        _LOGGER.warning("data: left out %s: there is no such file", printable(url))
+    found = [(url, weight, known or asked.get(url)) for url, weight, known in shards]
+    return [Listed(url, weight, *known) for url, weight, known in found if known is not None]
 
 
 def _split(what: str) -> list[str]:

@@ -48,6 +48,7 @@ class Sample:
         image: The content of its file, or an image that was drawn.
         rgb_first: See `preprocessing.Preprocessing`.
         captions: More captions of the image.
+        weights: How often `text` and each of `captions` are drawn, relative to others. Default: equally often.
         negatives: Texts that do not belong with the query, though they may look as if they did.
         label: The number of the image's class, where it has one.
     """
@@ -57,6 +58,7 @@ class Sample:
     image: bytes | Image.Image | None = None
     rgb_first: bool = False
     captions: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     query: str | None = None
     negatives: tuple[str, ...] = ()
     label: int | None = None
