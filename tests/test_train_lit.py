@@ -31,7 +31,10 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--precision", "amp_bf16"], ["--model", "small"]], ids=str)
+SMALL = ["--model", "small", "--force-image-size", "32"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--precision", "amp_bf16"], SMALL], ids=str)
 def test_a_cache_changes_no_bit(shapes: str, tmp_path: Path, flags: list[str]) -> None:
     words = ["--train-data", shapes, *FLAGS, *flags]
     plain = train(tmp_path, *words, name="plain")

@@ -4,6 +4,7 @@ import argparse
 import functools
 import http.server
 import io
+import itertools
 import os
 import re
 import tarfile
@@ -30,12 +31,12 @@ buffer of 5,000, a DataLoader of one worker) around the same decoding and transf
 server on this machine whose every answer takes --latency. Both are warm: a round takes --samples from pipelines that
 have been running. Needs megabatch[train], and webdataset for the comparison.
 """
-PIECE = 256  # samples of a batch
 IMAGE, SIZE = 256, 224  # pixels: of the files, and after the crop
 TITLES = {"megabatch": "megabatch", "webdataset": "webdataset"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_rows(parser, [256])
     parser.add_argument("--samples", type=flags.positive, default=2048, metavar="N", help="samples of a round")
     parser.add_argument("--shards", type=flags.positive, default=8, metavar="N", help="tar shards")
     parser.add_argument("--per-shard", type=flags.positive, default=1024, metavar="N", help="samples of a shard")
@@ -48,16 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    flags.shrink(options, samples=PIECE, shards=2, per_shard=PIECE, latency=1.0)
+    flags.shrink(options, rows=[32], samples=128, shards=2, per_shard=128, latency=1.0)
     with runner("cpu") as where, tempfile.TemporaryDirectory(prefix="megabatch-") as name:
         folder = Path(name)
         for number in range(options.shards):
             write_shard(folder / f"{number:05}.tar", options.per_shard, number)
-        with Session("data", options, where, len(options.places), ["webdataset", "pillow"]) as session:
-            for place in options.places:
+        cases = list(itertools.product(options.places, options.rows))
+        with Session("data", options, where, len(cases), ["webdataset", "pillow"]) as session:
+            for place, rows_of_batch in cases:
                 with ExitStack() as stack:
                     base = str(folder) if place == "disk" else stack.enter_context(serving(folder, options.latency))
-                    rows = contest(f"{base}/{{00000..{options.shards - 1:05}}}.tar", options, where.world)
+                    rows = contest(
+                        f"{base}/{{00000..{options.shards - 1:05}}}.tar", rows_of_batch, options, where.world
+                    )
                 body = [
                     (
                         row.title,
@@ -68,14 +72,15 @@ def main(options: argparse.Namespace) -> int:
                     for row in rows
                 ]
                 about = "from the disk" if place == "disk" else f"over HTTP, {options.latency:g} ms for each answer"
-                session.show(about, ("", "samples/s", "time / webdataset's", ""), body)
-                case = {"place": place, "samples": options.samples, "latency_ms": options.latency}
+                session.show(f"N={rows_of_batch}, {about}", ("", "samples/s", "time / webdataset's", ""), body)
+                case = {"place": place, "rows": rows_of_batch, "samples": options.samples}
+                case |= {"latency_ms": options.latency} if place == "http" else {}
                 session.add(case, (row.record() for row in rows))
                 session.reached()
         return session.exit_code
 
 
-def contest(what: str, options: argparse.Namespace, world: Any) -> list[Row]:
+def contest(what: str, batch: int, options: argparse.Namespace, world: Any) -> list[Row]:
     rows = [Row(name, TITLES[name]) for name in options.contenders]
     steps: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
@@ -84,7 +89,7 @@ def contest(what: str, options: argparse.Namespace, world: Any) -> list[Row]:
                 row.status = "not installed"
                 continue
             make = {"megabatch": megabatch_samples, "webdataset": webdataset_samples}[row.name]
-            samples = stack.enter_context(make(what))
+            samples = stack.enter_context(make(what, batch))
             next(samples)
             steps[row.name] = functools.partial(take, samples, options.samples)
         runs = measure.rounds(world, steps, set(steps), options.repeats, options.seconds)
@@ -106,29 +111,29 @@ def tokenize(texts: Sequence[str]) -> Tensor:
 
 
 @contextmanager
-def megabatch_samples(what: str) -> Iterator[Iterator[int]]:
+def megabatch_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
     """The size of each batch."""
     from ..train.data import open_source
     from ..train.data.loader import Requests, batches
     from ..train.data.order import Order
 
     source = open_source(what)
-    order = Order(source.counts, seed=0, batch_size=PIECE, block=source.block)
+    order = Order(source.counts, seed=0, batch_size=batch, block=source.block)
     loaded = batches(source, _prepare(), Requests(order), workers=1)
     try:
-        yield (len(batch.ids) for batch in loaded)
+        yield (len(each.ids) for each in loaded)
     finally:
         loaded.close()
 
 
 @contextmanager
-def webdataset_samples(what: str) -> Iterator[Iterator[int]]:
+def webdataset_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
     import webdataset  # type: ignore[import-untyped]
     from braceexpand import braceexpand
 
     urls = list(braceexpand(what if "://" not in what else f"pipe:curl -s -f {what}"))
     pipeline = webdataset.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
-    pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(PIECE, collation_fn=_joined)
+    pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(batch, collation_fn=_joined)
     loaded = iter(torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=1, prefetch_factor=2))
     yield (len(texts) for _, texts in loaded)
 
