@@ -99,15 +99,17 @@ def _by_size(cases: list[Row]) -> str:
     body = []
     for name, title in titles.items():
         rows = [cells.get((name, size)) for size in sizes]
-        last = [row for row in rows if row][-1]
-        body.append([title, *(_cell(row) if row else "" for row in rows), *(cell(last) for cell in more.values())])
+        known = [[cell(row) for row in rows if row] for cell in more.values()]
+        last = [next(filter(None, reversed(texts)), "") for texts in known]
+        body.append([title, *(_cell(row) if row else "" for row in rows), *last])
     table = report.markdown(["", *sizes, *more], body)
     return "\n\n".join(filter(None, [_heading(cases[0]), table]))
 
 
 def _is_absent(row: Row) -> bool:
     """Not installed, or not in a version that can be imported beside the others."""
-    return row.get("status") == "not installed" or "import" in (row.get("note") or "").lower()
+    note = (row.get("note") or "").lower()
+    return row.get("status") == "not installed" or "import" in note or "torchvision" in note
 
 
 def _size(case: Row) -> str:
@@ -129,7 +131,7 @@ def _share(row: Row) -> str:
     return f"{parts['loss'] / sum(parts.values()):.0%}" if "loss" in parts else ""
 
 
-# Columns for the largest size.
+# Columns for the largest size that has them.
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "error": lambda row: report.small(row["error"]) if row.get("error") is not None else "",
     "MiB sent": lambda row: report.mebibytes(row["sent_bytes"]) if row.get("sent_bytes") else "",
