@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from megabatch import reference
+from megabatch.distributed.world import World
+from megabatch.train.config import Loss
 from megabatch.train.data import parquet, storage
 from megabatch.train.data.captions import Fields, drawn
 from megabatch.train.data.folders import CaptionedFolder
@@ -19,8 +23,11 @@ from megabatch.train.data.pairs import TextPairs
 from megabatch.train.data.parquet import Parquet
 from megabatch.train.data.source import LARGEST_TEXT, BadSample, Sample, Source, Unread
 from megabatch.train.data.tables import Table, open_lines
+from megabatch.train.encoding import Features
+from megabatch.train.objective import Objective
 
 from .ranks import PATIENCE
+from .training import evaluations, steps, train
 
 pyarrow = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -515,3 +522,42 @@ def test_images_that_are_pixels_are_refused(tmp_path: Path) -> None:
 def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.parquet: must have rows, has none"):
         Parquet(str(write_parquet(tmp_path / "a.parquet", image=[], caption=[])))
+
+
+# ---- all captions of an image
+
+
+def test_all_captions_of_an_image_are_positives_of_each_other() -> None:
+    torch.manual_seed(0)
+    first, second, more = (torch.randn(rows, 8, requires_grad=True) for rows in (3, 3, 2))
+    ids, owners, scale = torch.tensor([7, 5, 9]), torch.tensor([9, 7]), torch.tensor(10.0)
+    objective = Objective(Loss(loss="clip"), World(torch.device("cpu")), several_captions=True)
+    found, _ = objective(Features(first, second, more, scale, None), ids, owners)
+    rows = torch.tensor([0, 1, 2, 2, 0])
+    images, texts = first[rows], torch.cat([second, more])
+    expected = reference.clip_loss(images, texts, scale, ids=ids[rows], same_ids="positive", normalize=True, group=None)
+    torch.testing.assert_close(found, expected)
+    inputs = (first, second, more)
+    for got, truth in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(got, truth)
+
+
+@pytest.mark.parametrize("captions", ["one", "all"])
+def test_a_run_takes_one_caption_of_an_image_or_all(tmp_path: Path, captions: str) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(png(40 * number))
+        (tmp_path / f"{number}.json").write_text(json.dumps({"texts": [f"first {number}", f"second {number}"]}))
+    data = [
+        "--train-data",
+        str(tmp_path),
+        "--val-data",
+        str(tmp_path),
+        "--json-text-key",
+        "texts",
+        "--captions",
+        captions,
+    ]
+    sizes = ["--global-batch-size", "6", "--steps", "2", "--workers", "0", "--model", "tiny"]
+    run = train(tmp_path / "logs", *data, *sizes)
+    assert [values["train/samples"] for values in steps(run)] == [6, 12]
+    assert evaluations(run)[-1]["val/captions"] == 12

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import tarfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megabatch import cli
 from megabatch.distributed.world import World
 from megabatch.train.config import Data
 from megabatch.train.data import index, open_source, storage, tars
@@ -342,6 +344,25 @@ def test_where_nobody_may_write_the_index_is_in_a_cache(
     assert len(list((tmp_path / "cache" / "megabatch").glob("*.index"))) == 1
 
 
+def test_names_without_a_folder_are_of_the_current_one(many: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(many).parent)
+    assert len(open_source("{0..2}.tar")) == 224
+    assert (Path(many).parent / index.NAME).exists()
+
+
+def test_the_command_makes_the_index_and_says_where(many: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["index", many]) == 0
+    path = Path(many).parent / index.NAME
+    assert "224 samples in 3 shards, " in capsys.readouterr().out
+    assert int(IndexFile(path).samples.sum()) == 224
+    (Path(many).parent / "3.tar").write_bytes(b"x" * 1024)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["index", str(Path(many).parent)])
+    assert ended.value.code == 2
+    assert "3.tar: it has no header" in capsys.readouterr().err
+    assert cli.main(["index", str(Path(many).parent), "--skip-bad-shards"]) == 0
+
+
 @pytest.mark.parametrize("damage", ["truncated", "other file", "empty"])
 def test_a_damaged_index_says_so(many: str, damage: str) -> None:
     path = Path(many).parent / index.NAME
@@ -363,7 +384,9 @@ def _index_and_die(what: str, after: int) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
-def test_an_index_that_was_killed_goes_on(tmp_path: Path, reads: list[tuple[str, int, int]], after: int) -> None:
+def test_an_index_that_was_killed_goes_on(
+    tmp_path: Path, reads: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     for number in range(10):
         shard_of(tmp_path / f"{number}.tar", range(10 * number, 10 * number + 10))
     what = str(tmp_path / "{0..9}.tar")
@@ -377,9 +400,11 @@ def test_an_index_that_was_killed_goes_on(tmp_path: Path, reads: list[tuple[str,
     with journal.open("a") as file:
         file.write('["9.tar", "tag", 1')  # as a line that was not finished
     told: list[tuple[int, int]] = []
+    monkeypatch.setattr(index, "_FEW", 10)  # in this process, whose reads are seen
     found = index.make(expand(what), told=lambda *numbers: told.append(numbers))
     assert found.samples.tolist() == [10] * 10
     assert told[-1] == (10, 10)
+    assert {Path(url).name for url, _, _ in reads} == {f"{number}.tar" for number in range(10)} - set(known)
     assert not journal.exists()
     assert texts(open_source(what)) == [f"caption {i}" for i in range(100)]
 
@@ -503,6 +528,19 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(many: str, monkeypatch: p
     monkeypatch.setattr(os, "pread", failing)
     assert source[70].text == "caption 70"
     assert not failures
+
+
+def test_a_run_that_loses_too_many_samples_ends_and_names_them(many: str, tmp_path: Path) -> None:
+    flags = ["--steps", "100", "--global-batch-size", "64", "--chunk-size", "64", "--workers", "0", "--model", "tiny"]
+    words = ["train", "--train-data", many, *flags, "--logs", str(tmp_path / "logs"), "--name", "run", "--lr", "0"]
+    assert cli.main([*words[:-4], "--name", "indexed", "--steps", "1"]) == 0
+    (Path(many).parent / "1.tar").write_bytes(bytes((Path(many).parent / "1.tar").stat().st_size))
+    os.utime(Path(many).parent / "1.tar", ns=(0, int(IndexFile(Path(many).parent / index.NAME).names_and_tags()[1][1])))
+    assert cli.main(words) == 1  # 64 of 224 samples
+    log = (tmp_path / "logs" / "run" / "out.log").read_text()
+    assert re.search(r"--max-skipped must be at least .* got 0.1, and \d+ of \d+ were: \d+ x .*1\.tar from byte 0", log)
+    assert "had 64 when it was indexed" in (tmp_path / "logs" / "run" / "skipped.jsonl").read_text()
+    assert cli.main([*words, "--name", "allowed", "--steps", "20", "--max-skipped", "0.5"]) == 0
 
 
 # ---- headers of tars

@@ -226,11 +226,11 @@ def make(shards: Sequence[Listed], *, skip_bad: bool = False, told: Told = lambd
 
 
 def _folder_of(shard: Listed) -> str:
-    return shard.url.rpartition("/")[0]
+    return os.path.dirname(shard.url)
 
 
 def _name_of(shard: Listed) -> str:
-    return shard.url.rpartition("/")[2]
+    return os.path.basename(shard.url)
 
 
 class _Folder:
@@ -290,7 +290,8 @@ def _read_journal(path: Path) -> Iterator[Entry]:
 def _index_path(folder: str) -> Path:
     """Beside the shards if they are on a disk that can be written to, or that has an index already."""
     if "://" not in folder:
-        beside = Path(folder or "/") / NAME
+        folder = os.path.abspath(folder)
+        beside = Path(folder) / NAME
         if beside.exists() or os.access(beside.parent, os.W_OK):
             return beside
     return cache_folder() / f"{hashlib.blake2b(folder.encode(), digest_size=16).hexdigest()}.index"
