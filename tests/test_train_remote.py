@@ -157,6 +157,7 @@ def s3() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(storage, "HEDGE_SECONDS", 50.0)  # a slow machine is not a slow server
 
 
 def where(kind: str, server: Server, tmp_path: Path) -> str:

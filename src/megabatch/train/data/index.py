@@ -90,8 +90,9 @@ class IndexFile:
     def __reduce__(self) -> tuple[type, tuple[Path]]:
         return IndexFile, (self.path,)
 
-    def names_and_tags(self) -> list[tuple[str, str]]:
-        return [tuple(json.loads(line)) for line in self._text.tobytes().splitlines()]
+    def names_and_tags(self) -> list[list[str]]:
+        found: list[list[str]] = json.loads(self._text.tobytes())
+        return found
 
     def entries(self) -> Iterator[Entry]:
         for row, (name, tag) in enumerate(self.names_and_tags()):
@@ -105,7 +106,7 @@ def _aligned(position: int) -> int:
 
 
 def write(path: Path, entries: Sequence[Entry]) -> IndexFile:
-    text = "".join(json.dumps([entry.name, entry.tag]) + "\n" for entry in entries).encode()
+    text = json.dumps([(entry.name, entry.tag) for entry in entries]).encode()
     numbers = np.array([(entry.size, entry.samples, entry.digest) for entry in entries], dtype=np.int64).T
     offsets = np.concatenate([np.zeros(0, np.uint32), *(entry.offsets for entry in entries)]).astype(np.uint32)
     stamp = hashlib.blake2b(text + numbers.tobytes() + offsets.tobytes(), digest_size=16).hexdigest()
@@ -210,19 +211,21 @@ def make(shards: Sequence[Listed], *, skip_bad: bool = False, told: Told = lambd
         )
     for line in bad:
         _LOGGER.warning("data: left out %s", line)
-    rows = [folders[_folder_of(shard)].rows.get(_name_of(shard)) for shard in shards]
-    kept = [(shard, row) for shard, row in zip(shards, rows, strict=True) if row is not None]
-    number_of = {url: number for number, url in enumerate(folders)}
-    file_of = torch.tensor([number_of[_folder_of(shard)] for shard, _ in kept], dtype=torch.int64)
-    files = [folder.file for folder in folders.values()]
-    numbers = [
-        [int(column[row]) for column in (file.sizes, file.samples, file.digests, file.starts)]
-        for file, row in ((folders[_folder_of(shard)].file, row) for shard, row in kept)
-    ]
-    columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 4)
-    sizes, samples, digests, first = columns.T.contiguous()
-    weights = torch.tensor([shard.weight for shard, _ in kept], dtype=torch.float64)
-    return Index(Strings(shard.url for shard, _ in kept), weights, sizes, samples, digests, file_of, first, files)
+    files, kept = [folder.file for folder in folders.values()], list[tuple[Listed, int, int]]()
+    numbers = {url: number for number, url in enumerate(folders)}
+    for shard in shards:
+        url, name = os.path.split(shard.url)
+        row = folders[url].rows.get(name)
+        kept += [] if row is None else [(shard, numbers[url], row)]
+    file_of, rows = torch.tensor([place for _, *place in kept], dtype=torch.int64).view(-1, 2).T.contiguous()
+    columns = torch.empty(4, len(kept), dtype=torch.int64)
+    for number, file in enumerate(files):
+        mine = (file_of == number).nonzero()[:, 0]
+        table = np.stack([file.sizes, file.samples, file.digests, file.starts])
+        columns[:, mine] = torch.from_numpy(table[:, rows[mine].numpy()])
+    sizes, samples, digests, first = columns
+    weights = torch.tensor([shard.weight for shard, _, _ in kept], dtype=torch.float64)
+    return Index(Strings(shard.url for shard, _, _ in kept), weights, sizes, samples, digests, file_of, first, files)
 
 
 def _folder_of(shard: Listed) -> str:
@@ -239,17 +242,19 @@ class _Folder:
     def __init__(self, url: str, shards: Sequence[Listed]) -> None:
         self._path = _index_path(url)
         self._journal = self._path.with_name(self._path.name + ".partial")
-        self._open()
-        tags = [tag for _, tag in self.file.names_and_tags()]
+        tags, sizes = self._open(), self.file.sizes.tolist()
         self.missing: list[Listed] = []
         for shard in shards:
             row = self.rows.get(_name_of(shard))
-            if row is None or (int(self.file.sizes[row]), tags[row]) != (shard.size, shard.tag):
+            if row is None or (sizes[row], tags[row]) != (shard.size, shard.tag):
                 self.missing.append(shard)
 
-    def _open(self) -> None:
+    def _open(self) -> list[str]:
+        """The tags of the shards that it has."""
         self.file = IndexFile(self._path) if self._path.exists() else write(self._path, [])
-        self.rows = {name: row for row, (name, _) in enumerate(self.file.names_and_tags())}
+        known = self.file.names_and_tags()
+        self.rows = {name: row for row, (name, _) in enumerate(known)}
+        return [tag for _, tag in known]
 
     def scan(self) -> Iterator[str | None]:
         """Reads all through that is missing. Of each: what is wrong with it, or None.

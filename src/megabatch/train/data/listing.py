@@ -211,7 +211,7 @@ def _sizes_and_tags(urls: list[str]) -> dict[str, Known]:
     single: list[str] = []
     found: dict[str, Known | None] = {}
     for folder, members in folders.items():
-        if local_path(folder) is not None or folder.startswith("http") or len(members) < _WORTH_LISTING:
+        if folder.startswith("http") or len(members) < _WORTH_LISTING:
             single += members
         else:
             infos = _unless_missing(_listing, folder) or {}
@@ -222,6 +222,13 @@ def _sizes_and_tags(urls: list[str]) -> dict[str, Known]:
 
 
 def _listing(folder: str) -> dict[str, dict[str, Any]]:
+    path = local_path(folder)
+    if path is not None:
+        if not os.path.isdir(path or "."):
+            return {}
+        with os.scandir(path or ".") as entries:
+            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+        return {name: {"size": status.st_size, "mtime": status.st_mtime_ns} for name, status in files}
     return {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
 
 
