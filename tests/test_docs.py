@@ -361,6 +361,7 @@ NOT_RUN = {
     "megabatch bench step --model ViT-B-32": "minutes on a GPU",
     "megabatch export": "a model of open_clip or Hugging Face; tests/test_train_load.py",
     "python -m tools.kernels": "minutes to hours of compiling, --tune a GPU; tests/test_kernels.py compiles parts",
+    "python -m tools.mixing": "half a minute; tests/test_train_order.py compares its figures with the page",
     "python -m tools.tables run": "minutes to hours on a quiet machine",
     "python -m tools.tables write": "writes into pages; tests/test_tables.py checks that nothing would change",
     "make": "sets up an environment; it runs what the tests and the workflows run",

@@ -516,6 +516,9 @@ def test_options_of_shards_are_refused_elsewhere(tmp_path: Path) -> None:
     pairs = str(write_lines(tmp_path / "p.jsonl", {"query": "q", "positive": "p"}))
     with pytest.raises(ValueError, match=r"--dataset-resampled: must come with tar shards.*jsonl"):
         open_source(pairs, Data(dataset_resampled=True))
+    for what in ("icons", "a.csv"):
+        with pytest.raises(ValueError, match=r"--image-key, --text-key and --json-text-key: must come with tars"):
+            open_source(what, Data(text_key="txt"))
     assert len(open_source(pairs, Data(dataset_resampled=True), held_out=True)) == 1
 
 

@@ -3,12 +3,14 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from megabatch.train.data.order import Order, _permuted, _random
+from tools.mixing import mixing, ours
 
 COUNTS = torch.tensor([5, 7, 0, 11])
 EVEN = torch.full((64,), 1003)  # With blocks of 64: 15 full ones each, and a tail of 43. No number of steps is a pass.
@@ -284,3 +286,9 @@ def test_what_nothing_can_be_drawn_from_is_refused(
             batch_size=2,
             weights=None if weights is None else torch.tensor(weights),
         )
+
+
+def test_the_page_says_how_well_batches_mix() -> None:
+    page = " ".join((Path(__file__).parent.parent / "docs" / "data.md").read_text().replace(" %", "%").split())
+    shards, meeting = mixing(ours(4096))
+    assert f"a batch of 4,096 has samples of {shards:.0f} shards and {meeting:.1%} of neighbouring samples" in page

@@ -537,6 +537,7 @@ def test_a_run_that_loses_too_many_samples_ends_and_names_them(many: str, tmp_pa
     (Path(many).parent / "1.tar").write_bytes(bytes((Path(many).parent / "1.tar").stat().st_size))
     os.utime(Path(many).parent / "1.tar", ns=(0, int(IndexFile(Path(many).parent / index.NAME).names_and_tags()[1][1])))
     assert cli.main(words) == 1  # 64 of 224 samples
+    assert re.search(r"data: indexed 3 shards in \d+\.\d s", (tmp_path / "logs" / "indexed" / "out.log").read_text())
     log = (tmp_path / "logs" / "run" / "out.log").read_text()
     assert re.search(r"--max-skipped must be at least .* got 0.1, and \d+ of \d+ were: \d+ x .*1\.tar from byte 0", log)
     assert "had 64 when it was indexed" in (tmp_path / "logs" / "run" / "skipped.jsonl").read_text()

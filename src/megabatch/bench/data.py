@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ server on this machine whose every answer takes --latency. Both are warm: a roun
 have been running. Needs megabatch[train], and webdataset for the comparison.
 """
 IMAGE, SIZE = 256, 224  # pixels: of the files, and after the crop
+CROP_SCALE = 0.9
 TITLES = {"megabatch": "megabatch", "webdataset": "webdataset"}
 
 
@@ -143,15 +145,18 @@ def _prepare() -> Any:
     from ..train.data.prepare import Prepare
     from ..train.preprocessing import Preprocessing
 
-    return Prepare(tokenize, Preprocessing(SIZE, mean=(0.5,) * 3, std=(0.5,) * 3), 0.9, 0, "caption", train=True)
+    preprocessing = Preprocessing(SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return Prepare(tokenize, preprocessing, CROP_SCALE, 0, "caption", train=True)
 
 
 def _prepared(sample: dict[str, Any]) -> tuple[Tensor, str]:
     """The same decoding and crop as ours."""
-    from ..train.data.source import Sample
+    from ..train.data.images import decode
 
-    image = _prepare()._pixels(Sample(sample["txt"], "", sample["jpg"], rgb_first=True), 0, hash(sample["__key__"]))
-    return image, sample["txt"].decode()
+    random = Random(sample["__key__"])
+    image = decode(sample["jpg"])
+    pixels = _prepare().preprocessing(image, rgb_first=True, crop_scale=CROP_SCALE, random=random)
+    return pixels, sample["txt"].decode()
 
 
 def _joined(samples: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,14 @@ def open_source(
         kind = _recognised(what, kind)
     resampled, factors = options.dataset_resampled and not held_out, options.train_data_upsampling_factors
     if resampled and kind not in ("webdataset", "parquet"):
-        raise ValueError(f"--dataset-resampled: must come with tar shards, which it draws, got {what!r} ({kind}).")
+        raise ValueError(
+            f"--dataset-resampled: must come with tar shards or Parquet files, which it draws, got {what!r} ({kind})."
+        )
+    if kind in ("csv", "icons") and not held_out and (options.image_key or options.text_key or options.json_text_key):
+        raise ValueError(
+            f"--image-key, --text-key and --json-text-key: must come with tars, folders, JSONL or Parquet files, got "
+            f"{what!r} ({kind}). Columns of a CSV file are --csv-img-key and --csv-caption-key."
+        )
     fields = Fields.of_flags(
         options.image_key, options.text_key, options.json_text_key, _numbers(options.json_text_key_probs)
     )

@@ -85,11 +85,11 @@ class Shards(Source):
         shard, number = key
         url, (start, stop) = self._index.urls[shard], self._index.block(shard, number)
         try:
-            if stop - start <= _LARGEST_BLOCK:
-                data = storage.read(url, start, stop)
-                read: Read = lambda begin, end: data[begin:end]  # noqa: E731
-            else:
-                read = lambda begin, end: storage.read(url, start + begin, start + end)  # noqa: E731
+            held = storage.read(url, start, stop) if stop - start <= _LARGEST_BLOCK else None
+
+            def read(begin: int, end: int) -> bytes:
+                return storage.read(url, start + begin, start + end) if held is None else held[begin:end]
+
             found = list(groups(read, stop - start))
         except (BadTar, OSError) as error:
             raise Unread(f"{printable(url)} from byte {start} to {stop}: {error}") from None
