@@ -26,7 +26,7 @@ from .encoders import (
     trained,
     worst,
 )
-from .tolerance import HALVES, eps
+from .tolerance import HALF_PRECISION, eps
 
 SIZES = [(12, 4), (13, 4), (12, 12), (3, 8), (1, 4), (1, 1), (5, 1), (0, 4)]
 
@@ -453,7 +453,7 @@ def test_a_random_transform_is_replayed_too() -> None:
 # ---- halves and autocast
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", HALF_PRECISION)
 @pytest.mark.parametrize("kind", ["mlp", "vit"])
 def test_gradients_of_half_parameters_are_no_worse_over_many_chunks(kind: str, dtype: torch.dtype) -> None:
     """Nor as bad as in one piece, where torch adds up 512 rows in half precision for the ViT (bfloat16: 0.7 off)."""

@@ -15,9 +15,9 @@ from megabatch.backends.epilogues import common_shift
 from megabatch.losses.state import OWN_MAX
 
 from .test_losses import LOSSES, gradients, make_inputs
-from .tolerance import HALVES, logit_error, slack
+from .tolerance import HALF_PRECISION, logit_error, slack
 
-DTYPES = (torch.float64, torch.float32, *HALVES)
+DTYPES = (torch.float64, torch.float32, *HALF_PRECISION)
 GAPS = (80, 96, 100, 103, 200)
 
 

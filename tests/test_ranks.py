@@ -17,7 +17,7 @@ import megabatch
 from megabatch import reference
 
 from .ranks import Pool, RanksFailed, group_of
-from .tolerance import HALVES, eps, slack
+from .tolerance import HALF_PRECISION, eps, slack
 
 LOSSES = ("clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss", "supcon_loss")
 WIDTH = 5
@@ -218,7 +218,9 @@ def assert_close(ours: Tensor, expected: Tensor, what: str, largest: float) -> N
     """As near as the dtype allows, measured by the largest number of its kind on any rank."""
     assert ours.shape == expected.shape, what
     # Of a half: the slope, which may be cut off, the gradient, and what ranks have added up.
-    tolerance = 1e-11 if ours.dtype == torch.float64 else 2e-5 + (2 * eps(ours.dtype) if ours.dtype in HALVES else 0)
+    tolerance = (
+        1e-11 if ours.dtype == torch.float64 else 2e-5 + (2 * eps(ours.dtype) if ours.dtype in HALF_PRECISION else 0)
+    )
     error = (ours.double() - expected.double()).abs().max().item() if ours.numel() else 0.0
     assert error <= tolerance * max(largest, 0.1), f"{what}: off by {error:.3g}, the largest is {largest:.3g}"
 

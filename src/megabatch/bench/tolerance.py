@@ -8,7 +8,7 @@ import math
 
 import torch
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -34,7 +34,7 @@ def slack(dtype: torch.dtype, largest: float, natural: float = 0.0, logits: floa
     unit = eps(summed_in(dtype))
     rounded = (4 + logits) * largest + 2 * natural
     # dlogits in bf16/fp16, which are rounded or cut off, and a gradient in bf16/fp16.
-    half = 1.5 * eps(dtype) * largest if dtype in HALVES else 0.0
+    half = 1.5 * eps(dtype) * largest if dtype in HALF_PRECISION else 0.0
     return unit * rounded + half
 
 
