@@ -102,7 +102,7 @@ def _by_size(cases: list[Row]) -> str:
         known = [[cell(row) for row in rows if row] for cell in more.values()]
         last = [next(filter(None, reversed(texts)), "") for texts in known]
         body.append([title, *(_cell(row) if row else "" for row in rows), *last])
-    table = report.markdown(["", *sizes, *more], body)
+    table = markdown(["", *sizes, *more], body)
     return "\n\n".join(filter(None, [_heading(cases[0]), table]))
 
 
@@ -146,7 +146,7 @@ def _gradients(cases: list[Row]) -> str:
     for (which, *figures), alike in groupby((row for case in cases for row in case["contenders"]), key=_gradient_cells):
         names = [row["name"] for row in alike]
         body.append([names[0] if len(names) == 1 else f"{which}, {len(names)} settings", *figures])
-    return report.markdown(["", "gradient", "cosine", "scale", "value", "uneven"], body)
+    return markdown(["", "gradient", "cosine", "scale", "value", "uneven"], body)
 
 
 def _gradient_cells(row: Row) -> tuple[str, ...]:
@@ -157,6 +157,12 @@ def _gradient_cells(row: Row) -> tuple[str, ...]:
     scale = [f"{row[key]:.3f}" for key in ("scale", "bias") if row[key] is not None]
     figures = (f"{row['gradient']:.3f}", f"{row['cosine']:.3f}", ", ".join(dict.fromkeys(scale)))
     return which, *figures, row["value"], row["uneven"].partition(":")[0].partition(" by ")[0]
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table of a page."""
+    rule = ["---"] * len(head)
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (head, rule, *body))
 
 
 # ---- pages

@@ -23,6 +23,7 @@ Step = Callable[[], Tensor | None]
 Results = dict[str, Tensor]
 
 FEW_ROWS = 300
+FEW_IN_CHUNKS = {"rows": 40, "chunk": 16}  # three chunks, the last of them smaller
 
 
 @dataclass(frozen=True)
@@ -74,30 +75,43 @@ class Inputs:
         """In the order in which the losses take them."""
         return tuple(x for x in (*self.features, self.labels, self.scale, self.bias) if x is not None)
 
-    def rows(self, mine: slice) -> "Inputs":
-        """These rows, as new leaves."""
-        features = tuple(x.detach()[mine].clone().requires_grad_() for x in self.features)
-        return Inputs(features, None if self.labels is None else self.labels[mine], self.scale, self.bias)
+    def copy(self, rows: slice = slice(None), dtype: torch.dtype | None = None) -> "Inputs":
+        """These rows, perhaps in another dtype, as new leaves."""
 
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        """The same numbers in another dtype, scale and bias too."""
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
 
-        def convert(x: Tensor) -> Tensor:
-            return x.detach().to(dtype, copy=True).requires_grad_()
+        features = tuple(leaf(x[rows]) for x in self.features)
+        labels = None if self.labels is None else self.labels[rows]
+        return Inputs(features, labels, leaf(self.scale), None if self.bias is None else leaf(self.bias))
 
-        features = tuple(convert(x) for x in self.features)
-        return Inputs(features, self.labels, convert(self.scale), None if self.bias is None else convert(self.bias))
+
+class Work:
+    """What one process computes on."""
+
+    own_rows = False  # gradients are of this rank's rows, else of what all ranks share
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What gets a gradient, by name."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        for x in self.leaves().values():
+            x.grad = None
+
+    def gradients(self) -> Results:
+        return {f"gradient of {name}": x.grad for name, x in self.leaves().items() if x.grad is not None}
 
 
 @dataclass
-class LossWork:
-    """What one process computes on: its rows of a case, and who else has rows."""
+class LossWork(Work):
+    """A rank's rows of a case."""
 
     case: "Case"
     world: World
     inputs: Inputs
     start: int = 0
-    own_rows = True  # gradients are of this rank's rows, not of what all ranks share
+    own_rows = True
 
     def step(self, function: Callable[..., Tensor]) -> Step:
         """A step through a function that takes the arguments of our losses."""
@@ -109,15 +123,10 @@ class LossWork:
 
         return step
 
-    def clear(self) -> None:
-        for x in self.inputs.arguments:
-            x.grad = None
-
-    def gradients(self) -> Results:
+    def leaves(self) -> dict[str, Tensor]:
         inputs = self.inputs
         named = {f"features {index}": x for index, x in enumerate(inputs.features, start=1)}
-        named |= {"the scale": inputs.scale} | ({} if inputs.bias is None else {"the bias": inputs.bias})
-        return {f"gradient of {name}": x.grad for name, x in named.items() if x.grad is not None}
+        return named | {"the scale": inputs.scale} | ({} if inputs.bias is None else {"the bias": inputs.bias})
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class Case:
         sizes = sizes or [self.rows // world.size] * world.size
         start = sum(sizes[: world.rank])
         whole = self.inputs()
-        inputs = whole if world.size == 1 else whole.rows(slice(start, start + sizes[world.rank]))
+        inputs = whole if world.size == 1 else whole.copy(slice(start, start + sizes[world.rank]))
         return LossWork(self, world, inputs, start)
 
     def expected(self, normalizes: bool = False, exact: bool = True) -> Results:
@@ -180,7 +189,7 @@ class Case:
         return self._computed(normalized if normalizes else function, True)
 
     def _computed(self, function: Callable[..., Tensor], exact: bool) -> Results:
-        inputs = self.inputs().to(torch.float64) if exact else self.inputs()
+        inputs = self.inputs().copy(dtype=torch.float64) if exact else self.inputs()
         work = LossWork(self, World(torch.device(self.device)), inputs)
         return results(work.step(function), work)
 
@@ -213,12 +222,28 @@ class Case:
         )
 
     def __str__(self) -> str:
-        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
         where = "" if self.device == "cpu" else f", {self.device}"
-        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}{where}{ranks}"
+        return f"{self.kind.function}, N={self.rows}, D={self.width}, {self.dtype}{where}{on_ranks(self.ranks)}"
 
 
-def results(step: Step, work: Any) -> Results:
+class InChunks:
+    """Of cases whose encoders train: `rows` samples, encoded `chunk` at a time, spread over `ranks`."""
+
+    torch_dtype = torch.float32
+
+    def few(self: Any, multiple: int = 1) -> Any:
+        rows, chunk = (min(getattr(self, name), most) for name, most in FEW_IN_CHUNKS.items())
+        return replace(self, rows=rows // self.ranks * self.ranks, chunk=chunk)
+
+    def share(self: Any, world: World) -> slice:
+        return slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)
+
+
+def on_ranks(ranks: int) -> str:
+    return f", {ranks} ranks" if ranks > 1 else ""
+
+
+def results(step: Step, work: Work) -> Results:
     """The loss and every gradient, in float64."""
     work.clear()
     loss = step()

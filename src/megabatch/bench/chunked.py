@@ -5,7 +5,7 @@ import importlib
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -19,11 +19,11 @@ from megabatch import reference
 
 from ..distributed.world import World
 from . import flags
-from .cases import LOSSES, Results, Step, average, results
+from .cases import LOSSES, InChunks, Results, Step, Work, average, on_ranks, results
 from .contenders import Contender, NotInstalled, package
 from .loss import hold
 from .processes import runner
-from .results import Row, Table, table
+from .results import table
 
 DESCRIPTION = """\
 A training step of transformers with random weights whose batch is encoded chunk by chunk: megabatch.chunked, other
@@ -33,9 +33,9 @@ towers: images and texts, CLIP; vision: images against given text features, CLIP
 memory is beyond parameters, their gradients and the batch. What does not fit is listed as out of memory.
 """
 HEADS, CHANNELS, PADDING = 4, 3, 0
-FEW_ROWS, FEW_CHUNK = 40, 16
 TASKS = {"pairs": "info_nce", "texts": "info_nce", "towers": "clip", "vision": "clip"}
 TEXTS_CONTEXT = 128
+RATIOS = {"/ by hand": "by_hand"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def cut_to_real_lengths(texts: Tensor) -> Tensor:
 
 
 @dataclass
-class Task:
+class Task(Work):
     """A batch to train on: towers, what each encodes, and the loss of their features."""
 
     sides: list[tuple[Tower, Tensor]]
@@ -112,7 +112,6 @@ class Task:
     criterion: Callable[..., Tensor]
     chunk: int
     world: World
-    own_rows = False
 
     def loss(self, *features: Tensor) -> Tensor:
         return self.criterion(*features, *self.given, self.scale, normalize=True, group=self.world.group)
@@ -125,29 +124,23 @@ class Task:
     def step(self, function: Callable[[], Tensor]) -> Step:
         def step() -> Tensor:
             loss = function()
-            average((parameter for _, parameter in self.parameters()), self.world)
+            average(self.leaves().values(), self.world)
             return loss
 
         return step
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Each once, by name; a tower may stand on two sides."""
-        towers = {id(tower): tower for tower, _ in self.sides}
-        for index, tower in enumerate(towers.values(), start=1):
-            yield from ((f"{name} of tower {index}", parameter) for name, parameter in tower.named_parameters())
-        if self.scale.requires_grad:
-            yield "the scale", self.scale
-
-    def clear(self) -> None:
-        for _, parameter in self.parameters():
-            parameter.grad = None
-
-    def gradients(self) -> Results:
-        return {f"gradient of {name}": x.grad for name, x in self.parameters() if x.grad is not None}
+    def leaves(self) -> dict[str, Tensor]:
+        towers = dict.fromkeys(tower for tower, _ in self.sides)  # one may stand on two sides
+        named = {
+            f"{name} of tower {index}": parameter
+            for index, tower in enumerate(towers, start=1)
+            for name, parameter in tower.named_parameters()
+        }
+        return named | ({"the scale": self.scale} if self.scale.requires_grad else {})
 
 
 @dataclass(frozen=True)
-class Encoding:
+class Encoding(InChunks):
     """What is measured: a task, its rows, and how many of them are encoded at a time."""
 
     task: str
@@ -156,16 +149,10 @@ class Encoding:
     shape: Shape = Shape()
     device: str = "cpu"
     ranks: int = 1
-    torch_dtype = torch.float32
 
     @property
     def scale(self) -> float:
         return LOSSES[TASKS[self.task]].scale
-
-    def few(self, multiple: int = 1) -> "Encoding":
-        """Three chunks, the last of them smaller."""
-        rows = min(self.rows, FEW_ROWS) // self.ranks * self.ranks
-        return replace(self, rows=rows, chunk=min(self.chunk, FEW_CHUNK))
 
     def work(self, world: World) -> Task:
         return self._task(world, torch.float32, megabatch)
@@ -189,17 +176,16 @@ class Encoding:
                 texts = [cut_to_real_lengths(x) for x in texts]
         pair = [("text", texts[0]), ("text", texts[1])]
         sides = {"pairs": pair, "texts": pair, "towers": [("image", images), pair[0]], "vision": [("image", images)]}
-        share = slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)
-        given = (features[share].to(world.device, dtype),) if self.task == "vision" else ()
+        mine = self.share(world)
+        given = (features[mine].to(world.device, dtype),) if self.task == "vision" else ()
         for tower in towers.values():
             tower.to(world.device, dtype)
         scale = torch.tensor(loss.scale, dtype=dtype, device=world.device, requires_grad=loss.name == "clip")
-        placed = [(towers[name], inputs[share].to(world.device)) for name, inputs in sides[self.task]]
+        placed = [(towers[name], inputs[mine].to(world.device)) for name, inputs in sides[self.task]]
         return Task(placed, given, scale, getattr(library, loss.function), self.chunk, world)
 
     def __str__(self) -> str:
-        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.task}: {TASKS[self.task]}_loss, N={self.rows} in chunks of {self.chunk}{ranks}"
+        return f"{self.task}: {TASKS[self.task]}_loss, N={self.rows} in chunks of {self.chunk}{on_ranks(self.ranks)}"
 
 
 # ---- who
@@ -344,12 +330,8 @@ def main(options: argparse.Namespace) -> int:
             Encoding(task, rows, options.chunk, shapes.get(task, shape), where.device, where.world.size)
             for task, rows in itertools.product(options.tasks, options.rows)
         ]
-        return hold("chunked", options, where, cases, table_of, entrants, base="by_hand")
+        return hold("chunked", options, where, cases, lambda _, rows: table(rows, RATIOS), entrants, base="by_hand")
 
 
 def entrants(case: Encoding, names: Sequence[str]) -> list[Contender]:
     return [CONTENDERS[name] for name in names if CONTENDERS[name].takes_part(case.task, case.ranks, case.device)]
-
-
-def table_of(case: Encoding, rows: list[Row]) -> Table:
-    return table(rows, {"/ by hand": "by_hand"})

@@ -1,18 +1,15 @@
 """`megabatch bench data`: samples per second of a data worker, beside WebDataset's pipeline."""
 
 import argparse
+import asyncio
 import functools
-import http.server
 import io
 import itertools
-import os
-import re
 import tarfile
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -21,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flags, measure, report
+from ..distributed.world import World
+from . import flags, measure
 from .processes import runner
-from .results import Row, over, row_of
+from .results import Row, table
 from .session import Session
 
 DESCRIPTION = """\
 Reads, decodes and crops JPEGs of tar shards in one worker, as training does, and with WebDataset's pipeline (a shuffle
 buffer of 5,000, a DataLoader of one worker) around the same decoding and transforms. From the disk, and from a web
 server on this machine whose every answer takes --latency. Both are warm: a round takes --samples from pipelines that
-have been running. Needs megabatch[train], and webdataset for the comparison.
+have been running. Needs megabatch[train,http], and webdataset for the comparison.
 """
 IMAGE, SIZE = 256, 224  # pixels: of the files, and after the crop
 CROP_SCALE = 0.9
-TITLES = {"megabatch": "megabatch", "webdataset": "webdataset"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,55 +43,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", type=float, default=20.0, metavar="MS", help="of each answer of the web server, in milliseconds"
     )
     parser.add_argument("--places", nargs="+", choices=("disk", "http"), default=["disk", "http"], help="where from")
-    flags.add_contest(parser, list(TITLES))
+    flags.add_rounds(parser, list(CONTENDERS))
     flags.add_files(parser, plots=False)
 
 
 def main(options: argparse.Namespace) -> int:
     flags.shrink(options, rows=[32], samples=128, shards=2, per_shard=128, latency=1.0)
     with runner("cpu") as where, tempfile.TemporaryDirectory(prefix="megabatch-") as name:
-        folder = Path(name)
         for number in range(options.shards):
-            write_shard(folder / f"{number:05}.tar", options.per_shard, number)
+            write_shard(Path(name, f"{number:05}.tar"), options.per_shard, number)
         cases = list(itertools.product(options.places, options.rows))
         with Session("data", options, where, len(cases), ["webdataset", "pillow"]) as session:
-            for place, rows_of_batch in cases:
-                with ExitStack() as stack:
-                    base = str(folder) if place == "disk" else stack.enter_context(serving(folder, options.latency))
-                    rows = contest(
-                        f"{base}/{{00000..{options.shards - 1:05}}}.tar", rows_of_batch, options, where.world
-                    )
-                body = [
-                    (
-                        row.title,
-                        f"{options.samples / row.median:.0f}" if row.median else "-",
-                        str(over(row, row_of(rows, "webdataset")) or "-"),
-                        report.remark(row.status, row.note),
-                    )
-                    for row in rows
-                ]
-                about = "from the disk" if place == "disk" else f"over HTTP, {options.latency:g} ms for each answer"
-                session.show(f"N={rows_of_batch}, {about}", ("", "samples/s", "time / webdataset's", ""), body)
-                case = {"place": place, "rows": rows_of_batch, "samples": options.samples}
+            for place, rows in cases:
+                case = {"place": place, "rows": rows, "samples": options.samples}
                 case |= {"latency_ms": options.latency} if place == "http" else {}
-                session.add(case, (row.record() for row in rows))
+                with serving(Path(name), options.latency) if place == "http" else nullcontext(name) as base:
+                    found = contest(f"{base}/{{00000..{options.shards - 1:05}}}.tar", rows, options, where.world)
+                speed = {"samples/s": lambda row: f"{options.samples / row.median:.0f}" if row.median else "-"}
+                about = "from the disk" if place == "disk" else f"over HTTP, {options.latency:g} ms for each answer"
+                session.show(f"N={rows}, {about}", *table(found, {"/ webdataset": "webdataset"}, speed))
+                session.add(case, (row.record() for row in found))
                 session.reached()
         return session.exit_code
 
 
-def contest(what: str, batch: int, options: argparse.Namespace, world: Any) -> list[Row]:
-    rows = [Row(name, TITLES[name]) for name in options.contenders]
+def contest(what: str, batch: int, options: argparse.Namespace, world: World) -> list[Row]:
+    rows = [Row(name, name) for name in options.contenders]
     steps: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:
         for row in rows:
             if row.name == "webdataset" and find_spec("webdataset") is None:
                 row.status = "not installed"
                 continue
-            make = {"megabatch": megabatch_samples, "webdataset": webdataset_samples}[row.name]
-            samples = stack.enter_context(make(what, batch))
+            samples = stack.enter_context(closing(CONTENDERS[row.name](what, batch)))
             next(samples)
             steps[row.name] = functools.partial(take, samples, options.samples)
-        runs = measure.rounds(world, steps, set(steps), options.repeats, options.seconds)
+        runs = measure.rounds(world, steps, options.repeats, options.seconds)
     for row in rows:
         row.seconds = [seconds for seconds, _ in runs.get(row.name, [])]
     return rows
@@ -112,8 +96,7 @@ def tokenize(texts: Sequence[str]) -> Tensor:
     return torch.tensor([list(text.encode()[:32].ljust(32, b"\0")) for text in texts])
 
 
-@contextmanager
-def megabatch_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
+def megabatch_samples(what: str, batch: int) -> Generator[int, None, None]:
     """The size of each batch."""
     from ..train.data import open_source
     from ..train.data.loader import Requests, batches
@@ -121,15 +104,11 @@ def megabatch_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
 
     source = open_source(what)
     order = Order(source.counts, seed=0, batch_size=batch, block=source.block)
-    loaded = batches(source, _prepare(), Requests(order), workers=1)
-    try:
-        yield (len(each.ids) for each in loaded)
-    finally:
-        loaded.close()
+    with closing(batches(source, _prepare(), Requests(order), workers=1)) as loaded:
+        yield from (len(each.ids) for each in loaded)
 
 
-@contextmanager
-def webdataset_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
+def webdataset_samples(what: str, batch: int) -> Generator[int, None, None]:
     import webdataset  # type: ignore[import-untyped]
     from braceexpand import braceexpand
 
@@ -137,7 +116,7 @@ def webdataset_samples(what: str, batch: int) -> Iterator[Iterator[int]]:
     pipeline = webdataset.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
     pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(batch, collation_fn=_joined)
     loaded = iter(torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=1, prefetch_factor=2))
-    yield (len(texts) for _, texts in loaded)
+    yield from (len(texts) for _, texts in loaded)
 
 
 @functools.cache
@@ -164,6 +143,9 @@ def _joined(samples: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, Tensor]:
     return torch.stack(images), tokenize(texts)
 
 
+CONTENDERS = {"megabatch": megabatch_samples, "webdataset": webdataset_samples}
+
+
 # ---- the data
 
 
@@ -188,49 +170,27 @@ def write_shard(path: Path, samples: int, number: int) -> None:
 
 @contextmanager
 def serving(folder: Path, latency: float) -> Iterator[str]:
-    """The address of a server that knows ranges, and waits so many milliseconds before each answer."""
+    """The address of a web server that knows ranges, and waits so many milliseconds before each answer."""
+    from aiohttp import web
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    @web.middleware
+    async def late(request: Any, handler: Callable[[Any], Any]) -> Any:
+        await asyncio.sleep(latency / 1000)
+        return await handler(request)
 
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
+    async def start() -> Any:
+        application = web.Application(middlewares=[late])
+        application.router.add_static("/", folder)
+        server = web.AppRunner(application, access_log=None)
+        await server.setup()
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        return server
 
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def _answer(self, *, body: bool) -> None:
-            time.sleep(latency / 1000)
-            path = folder / os.path.basename(self.path)
-            if not path.exists():
-                self.send_error(404)
-                return
-            size = path.stat().st_size
-            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            start, stop = (int(asked[1]), min(int(asked[2] or size - 1) + 1, size)) if asked else (0, size)
-            self.send_response(206 if asked else 200)
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(stop - start))
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-            self.end_headers()
-            if body:
-                with path.open("rb") as file:
-                    file.seek(start)
-                    self.wfile.write(file.read(stop - start))
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class Server(http.server.ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None:
-            """Of a client that hung up."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.addresses[0][1]}"
     finally:
-        server.shutdown()
-        server.server_close()
+        asyncio.run_coroutine_threadsafe(server.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)

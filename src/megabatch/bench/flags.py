@@ -1,14 +1,13 @@
 """The flags that benchmarks share: one word has one meaning in all of them."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .cases import DTYPES
-from .contenders import Contender
 
 _SIZES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -63,39 +62,33 @@ def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int =
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="dtype of the features")
 
 
-def add_contest(
-    parser: argparse.ArgumentParser, contenders: Mapping[str, Contender] | Sequence[str], default: Sequence[str] = ()
-) -> None:
-    """Which contenders, on which device, and for how long."""
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        choices=list(contenders),
-        default=list(default or contenders),
-        metavar="NAME",
-        help="contenders: see megabatch bench list",
-    )
-    parser.add_argument("--device", type=device, default="cpu", help="device: cpu, cuda, cuda:1, …")
-    parser.add_argument(
-        "--repeats", type=count, default=7, metavar="N", help="number of rounds, at least; 0: memory only"
-    )
+def add_rounds(parser: argparse.ArgumentParser, contenders: Iterable[str], default: Sequence[str] = ()) -> None:
+    """Which contenders, and for how long."""
+    names, words = list(contenders), "number of rounds, at least; 0: memory only"
+    chosen = list(default or names)
+    parser.add_argument("--contenders", nargs="+", choices=names, default=chosen, metavar="NAME", help="which of them")
+    parser.add_argument("--repeats", type=count, default=7, metavar="N", help=words)
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="measure for at least this long")
-    parser.add_argument(
-        "--limit",
-        type=memory,
-        metavar="SIZE",
-        help="memory limit of a process, such as 2GiB (default: what is available)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to test that it runs; the figures mean nothing"
-    )
+    words = "tiny sizes, to test that it runs; the figures mean nothing"
+    parser.add_argument("--quick", action="store_true", help=words)
+
+
+def add_contest(parser: argparse.ArgumentParser, contenders: Iterable[str], default: Sequence[str] = ()) -> None:
+    """The same, on which device, and in how much memory."""
+    add_rounds(parser, contenders, default)
+    add_device(parser)
+    words = "memory limit of a process, such as 2GiB (default: what is available)"
+    parser.add_argument("--limit", type=memory, metavar="SIZE", help=words)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=device, default="cpu", help="device: cpu, cuda, cuda:1, …")
 
 
 def add_files(parser: argparse.ArgumentParser, plots: bool = True) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured to this file")
-    parser.add_argument(
-        "--csv", type=Path, metavar="PATH", help="write the same as CSV, one line per contender and case"
-    )
+    words = "write the same as CSV, one line per contender and case"
+    parser.add_argument("--csv", type=Path, metavar="PATH", help=words)
     if plots:
         parser.add_argument("--plot", type=png, metavar="PATH", help="plot time and memory against rows")
 

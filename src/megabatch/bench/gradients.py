@@ -76,16 +76,14 @@ SETTINGS = {contender.name: contender for contender in _settings()}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     packages = ["megabatch", *PACKAGES]
     parser.add_argument("--ranks", type=flags.positive, default=4, metavar="n", help="number of ranks")
-    parser.add_argument(
-        "--rows", type=flags.positive, default=32, metavar="N", help="rows of the batch, on all ranks together"
-    )
+    words = "rows of the batch, on all ranks together"
+    parser.add_argument("--rows", type=flags.positive, default=32, metavar="N", help=words)
     parser.add_argument("--width", type=flags.positive, default=16, metavar="D", help="width of the features")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="which losses")
     parser.add_argument("--packages", nargs="+", choices=packages, default=packages, help="whose losses")
-    parser.add_argument("--device", type=flags.device, default="cpu", help="device: cpu, cuda, cuda:1, …")
-    parser.add_argument(
-        "--timeout", type=float, default=20.0, metavar="S", help="seconds to wait for a rank that does not answer"
-    )
+    flags.add_device(parser)
+    words = "seconds to wait for a rank that does not answer"
+    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help=words)
     flags.add_files(parser, plots=False)
 
 
@@ -134,12 +132,12 @@ def main(options: argparse.Namespace) -> int:
 
 
 def examine(contender: Contender, rows: int, width: int, ranks: int, where: Runner, timeout: float = 20.0) -> Outcome:
-    outcome, other = (Outcome(contender.name, contender.package, contender.ours) for _ in range(2))
+    outcome = Outcome(contender.name, contender.package, contender.ours)
     # Every other rank has about a third less.
     even = [rows // ranks] * ranks
     uneven = [size - (rank % 2) * max(size * 3 // 8, 1) for rank, size in enumerate(even)]
     try:
-        _compare(outcome, contender, even, width, where, timeout)
+        vars(outcome).update(compare(contender, even, width, where, timeout))
     except (Failed, CannotRun) as failure:
         outcome.status = str(failure)
         return outcome
@@ -147,12 +145,11 @@ def examine(contender: Contender, rows: int, width: int, ranks: int, where: Runn
         outcome.uneven = "not run: a crash would end all ranks of torchrun"
         return outcome
     try:
-        _compare(other, contender, uneven, width, where, timeout)
+        other = compare(contender, uneven, width, where, timeout)
+        right = _near(other["gradient"], 1) and _near(other["cosine"], 1)
+        outcome.uneven = "works" if right else "runs; gradient {gradient:.3f}, cosine {cosine:.3f}".format(**other)
     except Failed as failure:
         outcome.uneven = str(failure)
-        return outcome
-    right = _near(other.gradient, 1) and _near(other.cosine, 1)
-    outcome.uneven = "works" if right else f"runs; gradient {other.gradient:.3f}, cosine {other.cosine:.3f}"
     return outcome
 
 
@@ -162,16 +159,13 @@ def step(world: World, contender: Contender, sizes: list[int], width: int) -> Re
     work = case.work(world, sizes)
     try:
         return {name: x.cpu() for name, x in results(contender.make(work), work).items()}
-    except NotInstalled:
-        return "not installed"
-    except CannotRun as reason:
-        return str(reason)
+    except (NotInstalled, CannotRun) as reason:
+        return str(reason) or "not installed"
 
 
-def _compare(
-    outcome: Outcome, contender: Contender, sizes: list[int], width: int, where: Runner, timeout: float
-) -> None:
-    """In separate processes, because some crash or hang; under torchrun in its ranks. Raises Failed or CannotRun."""
+def compare(contender: Contender, sizes: list[int], width: int, where: Runner, timeout: float) -> dict[str, Any]:
+    """Fields of an outcome. In separate processes, because some crash or hang; under torchrun in its ranks. Raises
+    Failed or CannotRun."""
     run = where.run if where.under_torchrun else partial(launch, where.device, patience=timeout)
     found: list[Any] = run(len(sizes), step, contender, sizes, width)
     if isinstance(found[0], str):
@@ -180,12 +174,13 @@ def _compare(
     truth = {name: x.cpu() for name, x in case.expected(contender.normalizes).items()}
     got = combined(found, contender.grad_reduction)
     mine, exact = (torch.cat([x[name].flatten() for name in truth if "features" in name]) for x in (got, truth))
-    outcome.gradient = (mine.norm() / exact.norm()).item()
-    outcome.cosine = torch.nn.functional.cosine_similarity(mine, exact, dim=0).item()
-    for name, key in (("scale", "gradient of the scale"), ("bias", "gradient of the bias")):
-        if key in got:
-            setattr(outcome, name, (got[key] / truth[key]).item())
-    outcome.value = value_of([each["loss"].item() for each in found], truth["loss"].item())
+    scalars = {name: key for name in ("scale", "bias") if (key := f"gradient of the {name}") in got}
+    return {
+        "gradient": (mine.norm() / exact.norm()).item(),
+        "cosine": torch.nn.functional.cosine_similarity(mine, exact, dim=0).item(),
+        "value": value_of([each["loss"].item() for each in found], truth["loss"].item()),
+        **{name: (got[key] / truth[key]).item() for name, key in scalars.items()},
+    }
 
 
 def value_of(losses: list[float], whole: float) -> str:

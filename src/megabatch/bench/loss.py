@@ -30,13 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, losses: tuple[str, ...] = ("c
     usual = [name for name in ONE_PROCESS if name not in VARIANTS]
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(losses), help="which losses")
     flags.add_sizes(parser, [256, 1024, 4096, 16384])
-    parser.add_argument(
-        "--error-rows",
-        type=flags.count,
-        default=4096,
-        metavar="N",
-        help="largest number of rows at which errors are measured",
-    )
+    words = "largest number of rows at which errors are measured"
+    parser.add_argument("--error-rows", type=flags.count, default=4096, metavar="N", help=words)
     flags.add_contest(parser, ONE_PROCESS, usual)
     flags.add_files(parser)
 
@@ -65,7 +60,6 @@ def hold(
     entrants_of: Callable[[Any, list[str]], list[Contender]] | None = None,
     parts: Parts | None = None,
     base: str = "megabatch",
-    **about: Any,
 ) -> int:
     """One contest after the other, each with a table. `base`: the contender that ratios of the files are to."""
     if uneven := next((case for case in cases if case.rows % case.ranks), None):
@@ -81,7 +75,7 @@ def hold(
             ratios = {f"over_{other}": row_of(rows, other) for other in (base, "products")}
             records = [row.record(**{to: over(row, other) for to, other in ratios.items()}) for row in rows]
             by_name = {contender.name: contender for contender in contenders}
-            session.add({**asdict(case), **about}, records, healthy(rows, by_name))
+            session.add(asdict(case), records, healthy(rows, by_name))
     return session.exit_code
 
 

@@ -36,13 +36,11 @@ expendable = False
 Runs = dict[str, list[tuple[float, int | None]]]
 
 
-def rounds(
-    world: World, steps: Mapping[str, Callable[[], object]], mine: set[str], repeats: int, seconds: float
-) -> Runs:
+def rounds(world: World, steps: Mapping[str, Callable[[], object] | None], repeats: int, seconds: float) -> Runs:
     """One run each that is thrown away; then every step once per round, in another order in every round.
 
     There are at least `repeats` rounds, and more until `seconds` have passed: small steps need them. Ranks run one step
-    at a time, in the same order, and start together; `mine` are the steps that this rank has a part in.
+    at a time, in the same order, and start together; None is a step that this rank has no part in.
     """
     runs: Runs = {name: [] for name in steps}
     order, begin = random.Random(0), time.perf_counter()
@@ -51,8 +49,8 @@ def rounds(
     try:
         for number in range(-1, MOST_ROUNDS):
             for name in order.sample(list(steps), len(steps)):
-                run = _run(world, steps[name] if name in mine else None)
-                if number >= 0 and name in mine:
+                run = _run(world, steps[name])
+                if number >= 0 and steps[name] is not None:
                     runs[name].append(run)
             if number < 0:
                 begin = time.perf_counter()

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.utils.benchmark import timer
 
@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="which tables")
     flags.add_sizes(parser, [1024, 2048, 4096, 8192], width=256)
     ring.add_ranks(parser)
-    parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="S", help="for largest: longest step to try, in seconds"
-    )
+    words = "for largest: longest step to try, in seconds"
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help=words)
     flags.add_contest(parser, METHODS)
     flags.add_files(parser)
 
@@ -68,9 +67,8 @@ def _beyond(options: argparse.Namespace, limit: int) -> int:
                 body = []
                 for contender in entrants(case, options.contenders):
                     count = products(case, contender, where) if "products" in options.tables else None
-                    found = None
-                    if "largest" in options.tables:
-                        found = largest(case, contender, where, limit, options.time_limit)
+                    searched = "largest" in options.tables
+                    found = largest(case, contender, where, limit, options.time_limit) if searched else None
                     body.append(_cells(contender, count, found, size))
                     about = {"width": case.width, "ranks": size, "limit_bytes": limit}
                     figures = {} if found is None else vars(found)
@@ -134,9 +132,8 @@ def search(attempt: Callable[[int], float | None], first: int, unit: int, time_l
 def largest(case: Case, contender: Contender, where: Runner, limit: int, time_limit: float) -> Found:
     def attempt(rows: int) -> float | None:
         """Raises Failed where a step fails for another reason than memory."""
-        sized = Case(case.loss, rows, case.width, case.dtype, case.device, case.ranks)
         try:
-            return max(where.run(case.ranks, step_within, sized, contender, limit))
+            return max(where.run(case.ranks, step_within, replace(case, rows=rows), contender, limit))
         except OutOfMemory:
             return None
 
@@ -161,7 +158,7 @@ def step_within(world: World, case: Case, contender: Contender, limit: int) -> f
 
 def products(case: Case, contender: Contender, where: Runner) -> float:
     """Of all ranks together, in units of N·N·D multiplications and additions, counted by the profiler on few rows."""
-    few = Case(case.loss, case.ranks * COUNTED_ROWS, case.width, case.dtype, case.device, case.ranks)
+    few = replace(case, rows=case.ranks * COUNTED_ROWS)
     return sum(where.run(case.ranks, count, few, contender)) / (2 * few.rows**2 * few.width)
 
 

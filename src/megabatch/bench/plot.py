@@ -7,17 +7,9 @@ from typing import Any
 # (rows, seconds, peak bytes) of a contender, by the title that the legend shows.
 Curves = dict[str, list[tuple[int, float | None, int | None]]]
 
-OURS = {"color": "#004b7c", "marker": "o", "linestyle": "-"}
-# Okabe and Ito's colours, which colour-blind readers can distinguish; markers and dashes help in print.
-OTHERS: tuple[dict[str, Any], ...] = (
-    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
-    {"color": "#009e73", "marker": "^", "linestyle": "-."},
-    {"color": "#cc79a7", "marker": "D", "linestyle": (0, (5, 1))},
-    {"color": "#e69f00", "marker": "v", "linestyle": (0, (3, 1, 1, 1))},
-    {"color": "#56b4e9", "marker": "P", "linestyle": (0, (1, 1))},
-    {"color": "#5c5c5c", "marker": "X", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
-    {"color": "#000000", "marker": "*", "linestyle": (0, (2, 2))},
-)
+OURS = {"color": "#004b7c", "marker": "o", "linewidth": 2.5}
+# Of the others: a palette of matplotlib's that colour-blind readers can distinguish; markers and dashes help in print.
+PALETTE, MARKERS, DASHES = "tableau-colorblind10", "s^DvPX*", ("--", "-.", ":")
 
 
 def curves_of(cases: Iterable[Mapping[str, Any]]) -> dict[str, Curves]:
@@ -54,18 +46,15 @@ def draw(panels: Mapping[str, Curves], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(len(panels), 2, figsize=(12, 4.8 * len(panels)), layout="constrained", squeeze=False)
     figure.suptitle(title)
-    for (name, curves), (time, memory) in zip(panels.items(), axes, strict=True):
+    labels = ("seconds per step, median", "peak beyond inputs and gradients, MiB")
+    for (name, curves), plots in zip(panels.items(), axes, strict=True):
         looks = styles(list(curves))
-        for label, points in curves.items():
-            for plot, values in (
-                (time, [(rows, seconds) for rows, seconds, _ in points]),
-                (memory, [(rows, None if peak is None else peak / 2**20) for rows, _, peak in points]),
-            ):
-                known = [(rows, value) for rows, value in values if value]
-                if known:
-                    plot.plot(*zip(*known, strict=True), label=label, **looks[label])
         ticks = sorted({rows for points in curves.values() for rows, _, _ in points})
-        for plot, label in ((time, "seconds per step, median"), (memory, "peak beyond inputs and gradients, MiB")):
+        for which, (plot, label) in enumerate(zip(plots, labels, strict=True)):
+            for curve, points in curves.items():
+                known = [(rows, value / (1, 2**20)[which]) for rows, *values in points if (value := values[which])]
+                if known:
+                    plot.plot(*zip(*known, strict=True), label=curve, **looks[curve])
             plot.set(xscale="log", yscale="log", xlabel="rows of the batch, N", ylabel=label, title=name)
             plot.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
             plot.xaxis.set_minor_locator(NullLocator())
@@ -77,13 +66,13 @@ def draw(panels: Mapping[str, Curves], title: str, path: Path) -> None:
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """megabatch, the first of its kind, has a colour of its own; the others take turns, and once they are used up have
-    another filling of the marker."""
+    """megabatch, the first of its kind, has a look of its own."""
+    from matplotlib import style
+
+    colours = style.library[PALETTE]["axes.prop_cycle"].by_key()["color"]
     ours = next((label for label in labels if label.startswith("megabatch")), None)
-    others = [label for label in labels if label != ours]
-    fillings: tuple[dict[str, Any], ...] = ({}, {"markerfacecolor": "white", "linewidth": 0.8}, {"fillstyle": "left"})
     looks = {
-        label: OTHERS[place % len(OTHERS)] | fillings[place // len(OTHERS) % len(fillings)]
-        for place, label in enumerate(others)
+        label: {"color": colours[i % len(colours)], "marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % 3]}
+        for i, label in enumerate(label for label in labels if label != ours)
     }
     return looks | ({} if ours is None else {ours: OURS})

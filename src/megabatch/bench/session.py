@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..machine import describe, machine
 from . import plot, report
 from .processes import Runner
 
@@ -30,7 +31,7 @@ class Session:
     ) -> None:
         self.name, self.runner, self._steps = name, runner, steps
         self.files = {kind: getattr(options, kind, None) for kind in ("json", "csv", "plot")}
-        self.machine = report.machine(runner.world, packages)
+        self.machine = machine(runner.world, packages)
         self.cases: list[dict[str, Any]] = []
         self.exit_code = 0
         self._begin = datetime.datetime.now(datetime.timezone.utc)
@@ -44,7 +45,7 @@ class Session:
                 try_file(self.name, kind, path)
         if self.files["plot"] and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("--plot needs matplotlib", name="matplotlib")
-        self.say(report.describe(self.machine))
+        self.say(describe(self.machine))
         if self.runner.speaks and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
             self._progress = _progress()
             self._task = self._progress.add_task(self.name, total=self._steps)
@@ -91,21 +92,19 @@ class Session:
             return
         if self.files["json"]:
             part = self.files["json"].with_name(f"{self.files['json'].name}.part")
-            part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            document = {
+                "benchmark": self.name,
+                "date": self._begin.isoformat(timespec="seconds"),
+                "command": shlex.join(["megabatch", *sys.argv[1:]]),
+                "machine": self.machine,
+                "cases": self.cases,
+            }
+            part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             part.replace(self.files["json"])  # at once, so that no moment has half a file
             self._written.append(self.files["json"])
         if self.files["csv"]:
             write_csv(self.files["csv"], self.cases)
             self._written.append(self.files["csv"])
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "benchmark": self.name,
-            "date": self._begin.isoformat(timespec="seconds"),
-            "command": shlex.join(["megabatch", *sys.argv[1:]]),
-            "machine": self.machine,
-            "cases": self.cases,
-        }
 
     def _draw(self, path: Path) -> None:
         curves = plot.curves_of(self.cases)
@@ -154,11 +153,8 @@ def _progress() -> Any:
     from rich.console import Console
 
     return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
+        *progress.Progress.get_default_columns(),
         progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=False,

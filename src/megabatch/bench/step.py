@@ -5,7 +5,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from ..train.config import Model, Optimization
 from ..train.optimization import make_optimizer
 from ..train.towers import Towers, make_towers
 from . import flags, measure
-from .cases import Case, Results, Step, average, results
+from .cases import Case, InChunks, Results, Step, Work, average, on_ranks, results
 from .contenders import CONTENDERS as LOSS_CONTENDERS
 from .contenders import Contender
 from .loss import hold
@@ -38,7 +38,6 @@ in chunks (megabatch.chunked). Data are random and in memory, the learning rate 
 dense step takes 1.1 times the time or the memory of megabatch's, or runs out of memory.
 """
 SEED, CAPTION_BYTES = 0, 20
-FEW_ROWS, FEW_CHUNK = 20, 8
 PARTS = ("encoders", "loss", "optimizer")
 LOSSES = ("megabatch", "by_hand", "compiled", "formula")
 WORTH = 1.1  # so much more time or memory of a step is worth a change
@@ -57,7 +56,7 @@ def towers_of(model: str) -> Towers:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(InChunks):
     """What is measured: towers by name, the rows of a batch, and how many of them a chunk has."""
 
     model: str
@@ -66,11 +65,6 @@ class Setting:
     device: str = "cpu"
     ranks: int = 1
     scale = 1 / 0.07
-    torch_dtype = torch.float32
-
-    def few(self, multiple: int = 1) -> "Setting":
-        rows = min(self.rows, FEW_ROWS) // self.ranks * self.ranks
-        return replace(self, rows=rows, chunk=min(self.chunk, FEW_CHUNK))
 
     def work(self, world: World, dtype: torch.dtype = torch.float32) -> "Training":
         """The same every time, in every process. A learning rate of 0 keeps it the same from step to step."""
@@ -80,8 +74,7 @@ class Setting:
         shape = (self.rows, pixels.channels, pixels.size, pixels.size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=chance)
         tokens = towers.tokenizer([letters.randbytes(CAPTION_BYTES).hex() for _ in range(self.rows)])
-        share = slice(self.rows * world.rank // world.size, self.rows * (world.rank + 1) // world.size)
-        placed = (images[share].to(world.device), tokens[share].to(world.device))
+        placed = [x[self.share(world)].to(world.device) for x in (images, tokens)]
         optimizer = make_optimizer(towers.named_parameters(), Optimization(lr=0.0))
         return Training(self, world, towers, optimizer, *placed)
 
@@ -91,12 +84,11 @@ class Setting:
         return results(step(work, "by_hand", chunked=False), work)
 
     def __str__(self) -> str:
-        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.model}, N={self.rows}, chunks of {self.chunk}{ranks}"
+        return f"{self.model}, N={self.rows}, chunks of {self.chunk}{on_ranks(self.ranks)}"
 
 
 @dataclass
-class Training:
+class Training(Work):
     """Towers in training, their optimizer, and a batch: images of bytes, and tokens."""
 
     setting: Setting
@@ -105,14 +97,9 @@ class Training:
     optimizer: torch.optim.Optimizer
     images: Tensor
     tokens: Tensor
-    own_rows = False
 
-    def clear(self) -> None:
-        self.optimizer.zero_grad()
-
-    def gradients(self) -> Results:
-        named = self.towers.named_parameters()
-        return {f"gradient of {name}": x.grad for name, x in named if x.grad is not None}
+    def leaves(self) -> dict[str, Tensor]:
+        return dict(self.towers.named_parameters())
 
     def encode(self, chunk: int | None) -> list[Tensor]:
         """Features of images and of texts, in chunks of `chunk` rows, or at once."""
@@ -220,26 +207,23 @@ def share_of(part: str, row: Row) -> str:
 def verdict(measured: Mapping[int, Sequence[Row]], chunked: bool) -> str:
     """From what was measured and nothing else; "" where nothing was."""
     suffix = "chunked" if chunked else "whole"
-    found = {}
+    lines, smallest, largest = [], None, 0
     for size, rows in sorted(measured.items()):
         ours = row_of(rows, f"megabatch_{suffix}")
-        if ours is not None and ours.seconds:
-            found[size] = (ours, [row for row in rows if row.name.endswith(suffix) and row is not ours])
-    if not found:
-        return ""
-    lines = [f"{'In chunks' if chunked else 'In one piece'}, the best dense step over megabatch's:"]
-    smallest = None
-    for size, (ours, dense) in found.items():
+        if ours is None or not ours.seconds:
+            continue
+        dense = [row for row in rows if row.name.endswith(suffix) and row is not ours]
         time, memory = best_time(dense, ours), best_memory(dense, ours)
-        if time is None and memory is None:
-            lines.append(f"  N={size}: no dense step ran")
-        else:
-            time_words = "-" if time is None else f"{time:.2f} times the time"
-            lines.append(f"  N={size}: {time_words}, {'n/a' if memory is None else f'{memory:.2f}'} times the memory")
+        words = "-" if time is None else f"{time:.2f} times the time"
+        words += f", {'n/a' if memory is None else f'{memory:.2f}'} times the memory"
+        lines.append(f"  N={size}: {words if time or memory else 'no dense step ran'}")
         matters = all(row.status != "ok" for row in dense) or max(time or 0, memory or 0) >= WORTH
-        smallest = (smallest or size) if matters else None
-    where = f"From N={smallest} on megabatch matters." if smallest else f"Up to N={max(found)} a dense loss will do."
-    return "\n".join([*lines, where])
+        smallest, largest = (smallest or size) if matters else None, size
+    if not lines:
+        return ""
+    heading = f"{'In chunks' if chunked else 'In one piece'}, the best dense step over megabatch's:"
+    where = f"From N={smallest} on megabatch matters." if smallest else f"Up to N={largest} a dense loss will do."
+    return "\n".join([heading, *lines, where])
 
 
 def best_time(dense: Sequence[Row], ours: Row) -> float | None:

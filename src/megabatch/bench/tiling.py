@@ -24,14 +24,9 @@ PARTS = ("products", "other operators", "communication", "rest")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["clip"], help="which losses")
     flags.add_sizes(parser, [2048, 4096, 8192])
-    parser.add_argument(
-        "--tiles",
-        type=tile,
-        nargs="+",
-        default=[OWN, "256", "512", "1024", "2048", UNDIVIDED],
-        metavar="SIDE",
-        help=f"sides of tiles; {OWN}: what megabatch chooses; {UNDIVIDED}: one tile",
-    )
+    usual = [OWN, "256", "512", "1024", "2048", UNDIVIDED]
+    words = f"sides of tiles; {OWN}: what megabatch chooses; {UNDIVIDED}: one tile"
+    parser.add_argument("--tiles", type=tile, nargs="+", default=usual, metavar="SIDE", help=words)
     ring.add_ranks(parser, [1])
     flags.add_contest(parser, ["tiles", "products"])
     flags.add_files(parser)

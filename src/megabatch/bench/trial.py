@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..distributed.world import World
+from ..tolerance import SAME_LOSS, slack
 from . import measure
-from .cases import Results, results
+from .cases import Results, Work, results
 from .contenders import CannotRun, Contender, NotInstalled
 from .processes import Failed, OutOfMemory, Runner
 from .results import Row
-from .tolerance import SAME_LOSS, slack
 
 # The profiler's view of a step on a device: seconds by part.
 Parts = Callable[[Callable[[], object], torch.device], dict[str, float]]
@@ -260,25 +260,21 @@ def race(
 ) -> tuple[measure.Runs, dict[str, dict[str, float]]]:
     """Everyone by turns: seconds and bytes sent of every run, and the parts of one more run."""
     measure.limit_memory(None, world.size, world.device)()
-    steps: dict[str, Callable[[], object]] = {}
-    mine: set[str] = set()
-    works: dict[bool, Any] = {}
+    steps: dict[str, Callable[[], object] | None] = dict.fromkeys(one.name for one in contenders)
+    works: dict[bool, Work] = {}
     for contender in contenders:
         own, takes_part = _world_of(world, contender)
-        if takes_part and contender.alone not in works:
-            works[contender.alone] = problem.work(own)
         if takes_part:
-            mine.add(contender.name)
-            steps[contender.name] = _afresh(contender, works[contender.alone], problem.ranks)
-        else:
-            steps[contender.name] = lambda: None
-    runs = measure.rounds(world, steps, mine, rules.repeats, rules.seconds)
+            work = works[contender.alone] = works.get(contender.alone) or problem.work(own)
+            steps[contender.name] = _afresh(contender, work, problem.ranks)
+    runs = measure.rounds(world, steps, rules.repeats, rules.seconds)
     if parts is None:
         return runs, {}
-    return runs, {name: parts(steps[name], world.device) for name in steps if name in mine and name != "products"}
+    own_steps = [(one.name, steps[one.name]) for one in contenders if not one.bare]
+    return runs, {name: parts(step, world.device) for name, step in own_steps if step is not None}
 
 
-def _afresh(contender: Contender, work: Any, ranks: int) -> Callable[[], None]:
+def _afresh(contender: Contender, work: Work, ranks: int) -> Callable[[], None]:
     """A step that begins without gradients."""
     step = contender.make(work)
 

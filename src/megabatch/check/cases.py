@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import reference
-from megabatch.bench.tolerance import summed_in
+from megabatch.tolerance import summed_in
 
 # Every function that is checked, and what it must be given.
 ARGUMENTS = {

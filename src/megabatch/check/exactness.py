@@ -1,6 +1,6 @@
 """Is it exact? Every result of a case against `megabatch.reference` in float64, on the same inputs.
 
-The error may exceed that of the dense function in the same dtype by the slack of `bench/tolerance.py` only.
+The error may exceed that of the dense function in the same dtype by the slack of `tolerance.py` only.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megabatch
-from megabatch.bench.tolerance import eps, slack, summed_in
+from megabatch.tolerance import eps, slack, summed_in
 
 from ..distributed.world import World
 from . import gpu

@@ -4,8 +4,6 @@ results may be. Roundings of their dtype, of what they are the sum of, and of th
 No number here was observed on a machine. A BLAS, a vector unit or a thread more adds up in another order, and may.
 """
 
-import math
-
 import torch
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -36,11 +34,6 @@ def slack(dtype: torch.dtype, largest: float, natural: float = 0.0, logits: floa
     # dlogits in bf16/fp16, which are rounded or cut off, and a gradient in bf16/fp16.
     half = 1.5 * eps(dtype) * largest if dtype in HALF_PRECISION else 0.0
     return unit * rounded + half
-
-
-def logit_error(width: int, logits: float, dtype: torch.dtype = torch.float32) -> float:
-    """Of the largest logit, a product of rows of this width. Its roundings go either way: they add up as their root."""
-    return eps(dtype) * max(1.0, math.sqrt(width) / 2) * max(1.0, logits)
 
 
 # The same loss, though perhaps computed from bf16/fp16 logits: what other packages must reach, relative to the largest
