@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from studies import batch_size, wordnet
-from studies.batch_size import SCORE, Job, Study, best_factor, cells, left, left_of, scores, seed_scores
+from studies.batch_size import SCORE, Job, Study, best_factor, left, left_of, scores, seed_scores
 
 GRID: dict[str, Any] = {
     "model": "tiny",
@@ -100,8 +100,9 @@ def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
 
 
 def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two cells, four runs each, of which the first was killed and is not done again."""
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "factors": [1], "width_of_grid": 64}))
+    """A learning rate and two seeds. What is done is not done again."""
+    grid = {**GRID, "factors": [1], "width_of_grid": 64, "datasets": {"icons": {"rate": 4e-3, "batches": [64]}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     paths = [f"--{name}={tmp_path / file}" for name, file in (("grid", "grid.yaml"), ("results", "kept/r.jsonl"))]
     arguments = [*paths, f"--folder={tmp_path}"]
     study = Study(tmp_path / "grid.yaml", tmp_path / "kept" / "r.jsonl", tmp_path)
@@ -109,19 +110,28 @@ def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.Captur
     study.add({**study.run(first), "kept": True})
     assert batch_size.main(["run", *arguments]) == 0
     lines = [json.loads(line) for line in study.path.read_text().splitlines()]
-    done = scores(lines)
-    assert len(lines) == len(done) == 6
-    assert [line for line in lines if Job(**line["job"]) == first] == lines[:1]
-    for cell in cells(study.grid):
-        assert len(seed_scores(cell, study.grid, done)) == 2
-    assert all(line["steps"] == 128 // line["job"]["batch"] for line in lines)
-    assert all(0 < line["figures"][SCORE] < 1 for line in lines)
-    assert all("--global-batch-size" in line["command"] and str(tmp_path) not in line["command"] for line in lines)
+    assert [Job(**line["job"]) for line in lines] == [replace(first, seed=seed) for seed in (0, 1, 2)]
+    assert [line for line in lines if line.get("kept")] == lines[:1]
+    assert all(line["steps"] == 2 and 0 < line["figures"][SCORE] < 1 for line in lines)
+    assert all("--global-batch-size 64" in line["command"] for line in lines)
+    assert not any(str(tmp_path) in line["command"] for line in lines)
     assert batch_size.main(["again", *arguments]) == 0
     assert "They agree" in capsys.readouterr().out
-    other = [{**line, "figures": {SCORE: 0.9 + 0.01 * line["job"]["seed"]}} for line in lines]
-    study.path.write_text("".join(json.dumps(line) + "\n" for line in other))
-    assert batch_size.main(["again", *arguments]) == 1
+
+
+def test_a_cell_that_comes_out_differently_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "factors": [1], "width_of_grid": 64}))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    for seed, score in enumerate((0.5, 0.49, 0.51)):
+        study.add({"job": asdict(replace(CELL, batch=16, factor=1, seed=seed)), "figures": {SCORE: score}})
+    for score, code in ((0.47, 0), (0.3, 1)):
+        monkeypatch.setattr(Study, "run", lambda self, job, score=score: {"figures": {SCORE: score}})
+        assert (
+            batch_size.main(["again", f"--grid={tmp_path / 'grid.yaml'}", f"--results={tmp_path / 'r.jsonl'}"]) == code
+        )
+    assert "FAILED" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_ends_the_study_with_its_last_words(tmp_path: Path) -> None:
