@@ -83,7 +83,7 @@ def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
     return {
         job.factor: score
         for job, score in done.items()
-        if replace(job, factor=0, seed=0) == cell and job.seed == grid["search"] and job.method == cell.method
+        if replace(job, factor=0, seed=0) == cell and job.seed == grid["search"]
     }
 
 
