@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 
 import megabatch
 from megabatch import cli
+from tools import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
@@ -218,7 +219,9 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    assert sum(len((ROOT / page).read_text().split()) for page in PAGES if page.startswith("docs/")) <= 10_000
+    """Ten thousand words, without the measured tables."""
+    pages = [tables.BLOCK.sub("", (ROOT / page).read_text()) for page in PAGES if page.startswith("docs/")]
+    assert sum(len(page.split()) for page in pages) <= 10_000
 
 
 def names_of_pages() -> dict[str, Any]:

@@ -120,10 +120,16 @@ def _cell(row: Row) -> str:
     if row.get("status", "ok") != "ok":
         return str(row["status"])
     figures = [report.seconds(row["median"])] if row.get("median") else []
-    figures += [f"{row['over_by_hand'][0]:.2f}×"] if row.get("over_by_hand") else []
+    if (ratio := row.get(_ratio_key(row))) and ratio[1:] != [1.0, 1.0]:
+        figures.append("× {:.2f} [{:.2f}, {:.2f}]".format(*ratio))
     figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
     figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
     return "<br>".join(figures)
+
+
+def _ratio_key(row: Row) -> str:
+    """Of its time to that of the contender that its benchmark compares with."""
+    return next((key for key in row if key.startswith("over_") and key != "over_products"), "")
 
 
 def _share(row: Row) -> str:

@@ -1,0 +1,388 @@
+"""Does a larger batch help? The grid of batch_size.yaml, run by `megabatch train`.
+
+    python -m studies.batch_size calibrate   # seconds per step of every batch, on a quiet machine
+    python -m studies.batch_size run         # what is left of the grid; kill it and start it again as you like
+    python -m studies.batch_size status      # what there is
+    python -m studies.batch_size again       # one cell once more, compared with its kept results
+
+Every run is one line of results/batch_size.jsonl, with its command. `python -m studies.page` makes the page from them.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import wordnet
+
+HERE = Path(__file__).parent
+SCORE = "val/mean_recall"  # R@1, R@5 and R@10, both ways
+FURTHEST = 32  # a learning rate so many times the rule's is not tried
+CHUNK = 2048
+SEEDS_APART = 4.6  # the 99.5th percentile of Student's t with 4 degrees of freedom
+
+Grid = dict[str, Any]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run. Results are found by these values."""
+
+    dataset: str
+    budget: str
+    batch: int
+    factor: float
+    seed: int
+    variant: str = "clip"
+    method: str = "megabatch"
+
+
+# ---- what is left to do
+
+
+def scores(results: Sequence[Result]) -> dict[Job, float]:
+    """By job. A run that diverged found nothing."""
+    found = {}
+    for result in results:
+        if "job" in result:
+            value = result["figures"].get(SCORE, 0.0)
+            found[Job(**result["job"])] = value if math.isfinite(value) else 0.0
+    return found
+
+
+def cells(grid: Grid) -> Iterator[Job]:
+    """One job for each setting that is compared, whatever its learning rate and seed: those are 0."""
+    for budget, datasets in grid["budgets"].items():
+        for dataset in datasets:
+            for batch in grid["datasets"][dataset]["batches"]:
+                yield Job(dataset, budget, batch, 0, 0)
+    for variant, options in grid.get("variants", {}).items():
+        for dataset in options["datasets"]:
+            for batch in options["batches"]:
+                yield Job(dataset, "samples", batch, 0, 0, variant)
+
+
+def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
+    """Scores of learning rates of a cell, by factor."""
+    return {
+        job.factor: score
+        for job, score in done.items()
+        if replace(job, factor=0, seed=0) == cell and job.seed == grid["search"]
+    }
+
+
+def left_of(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
+    """The jobs of a cell that can be said now: learning rates first, then seeds of the best."""
+    found = tried(cell, grid, done)
+    if missing := [factor for factor in grid["factors"] if factor not in found]:
+        return [replace(cell, factor=factor, seed=grid["search"]) for factor in missing]
+    best, ratio = max(found, key=lambda factor: (found[factor], -factor)), grid["width_of_grid"]
+    beyond = {min(found): best / ratio, max(found): best * ratio}.get(best)
+    if beyond is not None and 1 / FURTHEST <= beyond <= FURTHEST:
+        return [replace(cell, factor=beyond, seed=grid["search"])]
+    jobs = [replace(cell, factor=best, seed=seed) for seed in grid["seeds"]]
+    return [job for job in jobs if job not in done]
+
+
+def best_factor(cell: Job, grid: Grid, done: dict[Job, float]) -> float | None:
+    """Of the learning rates, once they have all been tried."""
+    found = tried(cell, grid, done)
+    unfinished = any(job.seed == grid["search"] for job in left_of(cell, grid, done))
+    return None if unfinished else max(found, key=lambda factor: (found[factor], -factor))
+
+
+def seed_scores(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[int, float]:
+    """Of the best learning rate, by seed. The seed that chose it is not among them."""
+    factor = best_factor(cell, grid, done)
+    jobs = {} if factor is None else {seed: replace(cell, factor=factor, seed=seed) for seed in grid["seeds"]}
+    return {seed: done[job] for seed, job in jobs.items() if job in done}
+
+
+def exactness_jobs(grid: Grid, done: dict[Job, float]) -> list[Job]:
+    options = grid.get("exactness")
+    if options is None:
+        return []
+    cell = Job(options["dataset"], "samples", options["batch"], 0, 0)
+    factor = best_factor(cell, grid, done)
+    if factor is None:
+        return []
+    jobs = (
+        Job(options["dataset"], "steps", options["batch"], factor, seed, method=method)
+        for seed in grid["seeds"]
+        for method in options["methods"]
+    )
+    return [job for job in jobs if job not in done]
+
+
+def left(grid: Grid, results: Sequence[Result]) -> list[Job]:
+    done = scores(results)
+    jobs = [job for cell in cells(grid) for job in left_of(cell, grid, done)]
+    return [*jobs, *exactness_jobs(grid, done)]
+
+
+# ---- a run
+
+
+class Study:
+    """A grid with its results.
+
+    Args:
+        folder: For data that is made, such as WordNet's pairs.
+    """
+
+    def __init__(self, grid: Path, results: Path, folder: Path) -> None:
+        self.grid: Grid = yaml.safe_load(grid.read_text())
+        self.path, self.folder = results, folder
+        lines = results.read_text().splitlines() if results.exists() else []
+        self.results: list[Result] = [json.loads(line) for line in lines]
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+    def steps(self, job: Job) -> int:
+        grid = self.grid
+        if job.budget == "steps":
+            return int(grid["exactness"]["steps"])
+        amount = grid["budgets"][job.budget][job.dataset]
+        if job.budget == "updates":
+            return int(amount)
+        if job.budget == "samples":
+            return max(1, round(amount / job.batch))
+        return max(1, round(amount / self.step_seconds(job.dataset, job.batch)))
+
+    def step_seconds(self, dataset: str, batch: int) -> float:
+        for result in reversed(self.results):
+            if result.get("calibration") == [dataset, batch]:
+                return float(result["step_seconds"])
+        raise ValueError(f"study: {dataset} at batch {batch} must be calibrated first, and is not. Run calibrate.")
+
+    def rate(self, job: Job) -> float:
+        rule = self.grid["datasets"][job.dataset]["rate"] * math.sqrt(job.batch / 1024)
+        return float(f"{rule * job.factor:.4g}")
+
+    def data(self, job: Job) -> list[str]:
+        if job.dataset == "icons":
+            return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
+        train, held_out = wordnet.write(self.folder / "wordnet")
+        if self.grid.get("variants", {}).get(job.variant, {}).get("mined"):
+            train = self.folder / "wordnet" / "mined.jsonl"
+            if not train.exists():
+                mine_negatives(self, train)
+        return ["--train-data", str(train), "--val-data", str(held_out)]
+
+    def words(self, job: Job) -> list[str]:
+        """Of `megabatch train`, without the names of folders."""
+        options: dict[str, Any] = {
+            "--model": self.grid["model"],
+            "--global-batch-size": job.batch,
+            "--chunk-size": min(CHUNK, job.batch),
+            "--steps": self.steps(job),
+            "--lr": self.rate(job),
+            "--seed": job.seed,
+            "--val-frequency": 0,
+            "--save-frequency": 0,
+            "--workers": 0,
+        }
+        flags = self.grid.get("variants", {}).get(job.variant, {}).get("flags", [])
+        dense = ["--dense-loss"] if job.method == "dense" else []
+        return [*self.data(job), *(str(word) for option in options.items() for word in option), *flags, *dense]
+
+    def ranks(self, job: Job) -> int:
+        return int(self.grid["exactness"]["methods"][job.method]) if job.budget == "steps" else 1
+
+    def run(self, job: Job, keep: Path | None = None) -> Result:
+        """Trains, and says what came out. Into the folder `keep`, or one that is removed."""
+        words = self.words(job)
+        with tempfile.TemporaryDirectory(prefix="megabatch-study-") as temporary:
+            folder = keep or Path(temporary) / "run"
+            ended, seconds = train(words, folder, self.ranks(job))
+            metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        steps = [line for line in metrics if "train/loss" in line]
+        figures = {name: value for line in metrics[-1:] for name, value in line.items() if name.startswith("val/")}
+        if ended.returncode and "steps in a row taught nothing" not in ended.stderr:
+            raise RuntimeError(f"study: {job} must end well, got exit code {ended.returncode}:\n{ended.stderr[-2000:]}")
+        return {
+            "job": asdict(job),
+            "rate": self.rate(job),
+            "steps": len(steps),
+            "figures": figures,
+            "train_loss": steps[-1]["train/loss"] if steps else None,
+            "seconds": round(seconds, 1),
+            "command": shlex.join(["megabatch", "train", *(word.replace(f"{self.folder}/", "") for word in words)]),
+            **versions(),
+        }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(words: Sequence[str], folder: Path, ranks: int = 1) -> tuple[subprocess.CompletedProcess[str], float]:
+    """`megabatch train`, one thread per rank."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "megabatch", "train", *words]
+    command += ["--logs-dir", str(folder.parent), "--name", folder.name]
+    started = time.perf_counter()
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    return ended, time.perf_counter() - started
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return {"commit": commit, "torch": version("torch"), "date": time.strftime("%Y-%m-%d")}
+
+
+def mine_negatives(study: Study, path: Path) -> None:
+    """Each query with the definition that a trained model finds best, of those that are not its own."""
+    import torch
+    from torch.nn.functional import normalize
+
+    import megabatch as mb
+
+    done = scores(study.results)
+    cell = Job("wordnet", "samples", 1024, 0, 0)
+    factor = best_factor(cell, study.grid, done)
+    if factor is None:
+        raise ValueError(
+            "study: negatives must be mined with a trained model, and batch 1024 is not done. Run it first."
+        )
+    folder = study.folder / "miner"
+    if not folder.exists():
+        study.run(replace(cell, factor=factor, seed=study.grid["search"]), keep=folder)
+    model = mb.load(folder)
+    rows = [json.loads(line) for line in (path.parent / "train.jsonl").read_text().splitlines()]
+
+    def encoded(key: str) -> torch.Tensor:
+        texts = [row[key] for row in rows]
+        parts = [model.encode_text(model.tokenizer(texts[i : i + CHUNK])) for i in range(0, len(texts), CHUNK)]
+        return normalize(torch.cat(parts), dim=1)
+
+    with torch.no_grad():
+        _, nearest = mb.similarity_topk(encoded("query"), encoded("positive"), 2)
+    own = torch.arange(len(rows))
+    hardest = torch.where(nearest[:, 0] == own, nearest[:, 1], nearest[:, 0]).tolist()
+    part = path.with_suffix(".partial")
+    lines = (json.dumps({**row, "negatives": [rows[i]["positive"]]}) for row, i in zip(rows, hardest, strict=True))
+    part.write_text("\n".join(lines) + "\n")
+    part.replace(path)
+
+
+# ---- commands
+
+
+def calibrate(study: Study) -> None:
+    """The median of the training steps of a short run at each batch. Nothing else may run meanwhile."""
+    for dataset, options in study.grid["datasets"].items():
+        for batch in options["batches"]:
+            job = Job(dataset, "samples", batch, 1, 0)
+            words = study.words(job)
+            words[words.index("--steps") + 1] = str(max(4, min(60, 16384 // batch)))
+            with tempfile.TemporaryDirectory(prefix="megabatch-study-") as folder:
+                ended, _ = train(words, Path(folder) / "run")
+                if ended.returncode:
+                    raise RuntimeError(f"study: calibration must end well, got:\n{ended.stderr[-2000:]}")
+                lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+            seconds = [line["train/step_seconds"] for line in lines if "train/step_seconds" in line][1:]
+            study.add({"calibration": [dataset, batch], "step_seconds": statistics.median(seconds)})
+            print(f"{dataset}, batch {batch}: {statistics.median(seconds):.4f} s", flush=True)
+
+
+def run_all(study: Study, processes: int) -> None:
+    running: dict[Future[Result], Job] = {}
+    with ThreadPoolExecutor(processes) as pool:
+        while True:
+            busy = set(running.values())
+            jobs = [job for job in left(study.grid, study.results) if job not in busy]
+            for job in jobs[: processes - len(running)]:
+                running[pool.submit(study.run, job)] = job
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                result = future.result()
+                study.add(result)
+                score = result["figures"].get(SCORE, math.nan)
+                print(f"{job}: {score:.4f}, {result['seconds']:.0f} s; {len(jobs)} known to be left", flush=True)
+
+
+def again(study: Study) -> int:
+    """The first cell that is done, with one of its seeds. Another CPU rounds differently, and training amplifies that
+    until runs differ as seeds do: the score must be where a run with another seed would be."""
+    done = scores(study.results)
+    found = ((cell, seed_scores(cell, study.grid, done)) for cell in cells(study.grid))
+    cell, kept = next(((cell, by_seed) for cell, by_seed in found if len(by_seed) > 1), (None, {}))
+    if cell is None:
+        raise ValueError(f"study: {study.path} must have a cell with two seeds, has none. Run it first.")
+    seed, factor = study.grid["seeds"][0], best_factor(cell, study.grid, done)
+    assert factor is not None
+    score = study.run(replace(cell, factor=factor, seed=seed))["figures"][SCORE]
+    mean, std = statistics.mean(kept.values()), statistics.stdev(kept.values())
+    farthest = SEEDS_APART * std * math.sqrt(1 + 1 / len(kept))
+    same = abs(score - mean) <= farthest
+    print(f"{cell.dataset}, equal {cell.budget}, batch {cell.batch}, seed {seed}: mean recall {score:.4f}.")
+    print(f"Kept: {kept[seed]:.4f} with this seed, {mean:.4f} ± {std:.4f} over {len(kept)} seeds.")
+    print("They agree." if same else f"FAILED: more than {farthest:.4f} away from the mean.")
+    return 0 if same else 1
+
+
+def status(study: Study) -> None:
+    done = scores(study.results)
+    for cell in cells(study.grid):
+        factor, remaining = best_factor(cell, study.grid, done), len(left_of(cell, study.grid, done))
+        values = list(seed_scores(cell, study.grid, done).values())
+        found = f"best factor {factor}, mean {statistics.mean(values):.4f} of {len(values)}" if values else "searching"
+        print(f"{cell.variant}, {cell.dataset}, equal {cell.budget}, batch {cell.batch}: {found}, {remaining} left")
+    hours = sum(result["seconds"] for result in study.results if "job" in result) / 3600
+    print(f"exactness: {len(exactness_jobs(study.grid, done))} left. {hours:.1f} hours of runs so far.")
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m studies.batch_size", description=__doc__.partition("\n")[0])
+    parser.add_argument("action", choices=("calibrate", "run", "status", "again"))
+    parser.add_argument("--grid", type=Path, default=HERE / "batch_size.yaml", help="default: %(default)s")
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results" / "batch_size.jsonl", help="default: %(default)s"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("build/study"), help="for data (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: %(default)s)"
+    )
+    options = parser.parse_args(words)
+    study = Study(options.grid, options.results, options.folder.resolve())
+    if options.action == "calibrate":
+        calibrate(study)
+    elif options.action == "run":
+        run_all(study, options.processes)
+    elif options.action == "status":
+        status(study)
+    else:
+        return again(study)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""The study of batch sizes: which runs are left, the split of WordNet, and the pipeline on a grid of its own."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from studies import batch_size, wordnet
+from studies.batch_size import SCORE, Job, Study, best_factor, left, left_of, scores, seed_scores
+
+GRID: dict[str, Any] = {
+    "model": "tiny",
+    "width_of_grid": 2,
+    "factors": [0.5, 1],
+    "search": 0,
+    "seeds": [1, 2],
+    "datasets": {"icons": {"rate": 4e-3, "batches": [16, 64]}},
+    "budgets": {"samples": {"icons": 128}},
+}
+CELL = Job("icons", "samples", 64, 0, 0)
+
+
+def found(values: dict[float, float], seed: int = 0) -> dict[Job, float]:
+    return {replace(CELL, factor=factor, seed=seed): score for factor, score in values.items()}
+
+
+def test_learning_rates_are_tried_first() -> None:
+    assert [(job.factor, job.seed) for job in left_of(CELL, GRID, {})] == [(0.5, 0), (1, 0)]
+    assert [job.factor for job in left_of(CELL, GRID, found({1: 0.2}))] == [0.5]
+    assert best_factor(CELL, GRID, found({1: 0.2})) is None
+
+
+@pytest.mark.parametrize(("values", "next_factor"), [({0.5: 0.1, 1: 0.2}, 2), ({0.5: 0.2, 1: 0.1}, 0.25)])
+def test_the_search_goes_on_while_the_best_learning_rate_is_at_an_end(
+    values: dict[float, float], next_factor: float
+) -> None:
+    assert left_of(CELL, GRID, found(values)) == [replace(CELL, factor=next_factor)]
+    further = found({**values, next_factor: 0.15})
+    assert best_factor(CELL, GRID, further) == max(values, key=lambda factor: values[factor])
+    assert [job.seed for job in left_of(CELL, GRID, further)] == [1, 2]
+
+
+def test_the_search_ends_somewhere() -> None:
+    rising = {2.0**power: power / 10 + 0.2 for power in range(-1, 6)}
+    assert max(rising) == batch_size.FURTHEST
+    assert [job.seed for job in left_of(CELL, GRID, found(rising))] == [1, 2]
+
+
+def test_the_seed_that_chose_the_learning_rate_is_not_in_the_mean() -> None:
+    searched = found({0.5: 0.1, 1: 0.9, 2: 0.3})
+    done = {**searched, **found({1: 0.4}, seed=1)}
+    assert seed_scores(CELL, GRID, done) == {1: 0.4}
+    assert [job.seed for job in left_of(CELL, GRID, done)] == [2]
+
+
+def test_runs_that_diverged_found_nothing() -> None:
+    nan = {"job": asdict(replace(CELL, factor=1)), "figures": {SCORE: float("nan")}}
+    none = {"job": asdict(replace(CELL, factor=2)), "figures": {}}
+    assert list(scores([nan, none, {"calibration": ["icons", 64], "step_seconds": 1.0}]).values()) == [0.0, 0.0]
+
+
+def test_other_variants_and_methods_are_other_cells() -> None:
+    done = found({0.5: 0.1, 1: 0.9, 2: 0.3})
+    assert left_of(replace(CELL, variant="siglip"), GRID, done) != left_of(CELL, GRID, done)
+    other = {replace(job, method="dense"): 1.0 for job in done}
+    assert best_factor(CELL, GRID, {**done, **other}) == 1
+    assert len(left_of(CELL, GRID, other)) == 2
+
+
+def test_the_grid_of_the_repository_has_what_the_page_speaks_of() -> None:
+    grid = yaml.safe_load((batch_size.HERE / "batch_size.yaml").read_text())
+    assert len(grid["factors"]) >= 4
+    assert len(grid["seeds"]) >= 5
+    assert grid["search"] not in grid["seeds"]
+    for options in grid["datasets"].values():
+        assert options["batches"][0] == 64
+        assert options["batches"][-1] >= 32768
+
+
+def test_learning_rates_follow_the_square_root_rule(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    job = replace(CELL, factor=2, batch=4096)
+    assert study.rate(job) == pytest.approx(4e-3 * 2 * 2)
+    assert study.steps(replace(job, batch=16)) == 8
+
+
+def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
+    grid = {**GRID, "budgets": {"seconds": {"icons": 60}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    job = replace(CELL, budget="seconds", factor=1)
+    with pytest.raises(ValueError, match="must be calibrated first"):
+        study.steps(job)
+    study.add({"calibration": ["icons", 64], "step_seconds": 0.5})
+    assert study.steps(job) == 120
+
+
+def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A learning rate and two seeds. What is done is not done again."""
+    grid = {**GRID, "factors": [1], "width_of_grid": 64, "datasets": {"icons": {"rate": 4e-3, "batches": [64]}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    paths = [f"--{name}={tmp_path / file}" for name, file in (("grid", "grid.yaml"), ("results", "kept/r.jsonl"))]
+    arguments = [*paths, f"--folder={tmp_path}"]
+    study = Study(tmp_path / "grid.yaml", tmp_path / "kept" / "r.jsonl", tmp_path)
+    first = left(study.grid, study.results)[0]
+    study.add({**study.run(first), "kept": True})
+    assert batch_size.main(["run", *arguments]) == 0
+    lines = [json.loads(line) for line in study.path.read_text().splitlines()]
+    assert [Job(**line["job"]) for line in lines] == [replace(first, seed=seed) for seed in (0, 1, 2)]
+    assert [line for line in lines if line.get("kept")] == lines[:1]
+    assert all(line["steps"] == 2 and 0 < line["figures"][SCORE] < 1 for line in lines)
+    assert all("--global-batch-size 64" in line["command"] for line in lines)
+    assert not any(str(tmp_path) in line["command"] for line in lines)
+    assert batch_size.main(["again", *arguments]) == 0
+    assert "They agree" in capsys.readouterr().out
+
+
+def test_a_cell_that_comes_out_differently_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "factors": [1], "width_of_grid": 64}))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    for seed, score in enumerate((0.5, 0.49, 0.51)):
+        study.add({"job": asdict(replace(CELL, batch=16, factor=1, seed=seed)), "figures": {SCORE: score}})
+    for score, code in ((0.47, 0), (0.3, 1)):
+        monkeypatch.setattr(Study, "run", lambda self, job, score=score: {"figures": {SCORE: score}})
+        assert (
+            batch_size.main(["again", f"--grid={tmp_path / 'grid.yaml'}", f"--results={tmp_path / 'r.jsonl'}"]) == code
+        )
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_ends_the_study_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "model": "nobody"}))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    with pytest.raises(RuntimeError, match="--model"):
+        study.run(replace(CELL, factor=1))
+
+
+def test_synsets_that_share_a_word_are_one_family() -> None:
+    names = wordnet.families([["dog", "hound"], ["Hound", "chase"], ["cat"], ["chase"]])
+    assert names[0] == names[1] == names[3] != names[2]
+
+
+def test_no_held_out_word_was_trained_on() -> None:
+    train, held_out = wordnet.split()
+    words = {word.lower() for row in train for word in row["query"].split(", ")}
+    assert len(train) + len(held_out) == 101_804
+    assert len(held_out) > 3_000
+    assert not any(word.lower() in words for row in held_out for word in row["query"].split(", "))
+    assert len({row["positive"].lower() for row in [*train, *held_out]}) == 101_804
