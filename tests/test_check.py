@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch
-from megabatch import reference
-from megabatch.bench import report
+from megabatch import machine, reference
 from megabatch.bench.cases import Case
 from megabatch.bench.command import COMMANDS as BENCHMARKS
 from megabatch.bench.contenders import CONTENDERS, Contender
@@ -656,24 +655,24 @@ def test_the_commit_is_that_of_the_clone_the_package_is_in(tmp_path: Path) -> No
             ["git", "-C", str(tmp_path), *names, *words], capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    assert report.commit(tmp_path) is None
+    assert machine.commit(tmp_path) is None
     git("init")
     (tmp_path / "__init__.py").touch()
     git("add", ".")
     git("commit", "-m", "first", "--no-verify")
     short = git("rev-parse", "--short", "HEAD")
-    assert report.commit(tmp_path) == short
+    assert machine.commit(tmp_path) == short
     (tmp_path / "__init__.py").write_text("changed")
-    assert report.commit(tmp_path) == f"{short}-dirty"
+    assert machine.commit(tmp_path) == f"{short}-dirty"
     installed = tmp_path / "site-packages"  # below a clone, and no part of it
     installed.mkdir()
     (installed / "__init__.py").touch()
-    assert report.commit(installed) is None
+    assert machine.commit(installed) is None
 
 
 def test_a_gpu_is_described() -> None:
     properties = SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132)
-    assert report.gpu(properties) == {
+    assert machine.gpu(properties) == {
         "capability": "9.0",
         "memory_gib": 80.0,
         "multiprocessors": 132,

@@ -2,7 +2,8 @@
 
 import argparse
 
-from . import chunked, gradients, loss, paper, report, ring, step
+from ..machine import version
+from . import chunked, gradients, loss, paper, ring, step
 from .cases import LOSSES
 from .contenders import CONTENDERS, PACKAGES
 
@@ -39,5 +40,5 @@ def main(options: argparse.Namespace) -> int:
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     for row in (head, *body):
         print("  ".join(map(str.ljust, row, widths)).rstrip())
-    print("\n" + ", ".join(f"{name} {report.version(name) or 'not installed'}" for name in PACKAGES))
+    print("\n" + ", ".join(f"{name} {version(name) or 'not installed'}" for name in PACKAGES))
     return 0

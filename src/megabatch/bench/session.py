@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..machine import describe, machine
 from . import plot, report
 from .processes import Runner
 
@@ -30,7 +31,7 @@ class Session:
     ) -> None:
         self.name, self.runner, self._steps = name, runner, steps
         self.files = {kind: getattr(options, kind, None) for kind in ("json", "csv", "plot")}
-        self.machine = report.machine(runner.world, packages)
+        self.machine = machine(runner.world, packages)
         self.cases: list[dict[str, Any]] = []
         self.exit_code = 0
         self._begin = datetime.datetime.now(datetime.timezone.utc)
@@ -44,7 +45,7 @@ class Session:
                 try_file(self.name, kind, path)
         if self.files["plot"] and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("--plot needs matplotlib", name="matplotlib")
-        self.say(report.describe(self.machine))
+        self.say(describe(self.machine))
         if self.runner.speaks and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
             self._progress = _progress()
             self._task = self._progress.add_task(self.name, total=self._steps)

@@ -20,6 +20,7 @@ from megabatch.bench.processes import Runner, runner
 from megabatch.bench.results import Row, over, table
 from megabatch.bench.session import try_file
 from megabatch.bench.trial import Rules, contest
+from megabatch.machine import describe, machine
 
 from .cases import FUNCTIONS, LOSSES, cases
 from .exactness import Comparison, Way, compare, worst
@@ -81,7 +82,7 @@ class Check:
         self.on_gpu = self.world.device.type == "cuda"
         interpreter = not self.on_gpu and os.environ.get("TRITON_INTERPRET") == "1"
         self.interpreted = interpreter and "triton" in self.backends
-        self.machine = report.machine(self.world, ("triton", *PACKAGES)) | {"triton_interpreted": self.interpreted}
+        self.machine = machine(self.world, ("triton", *PACKAGES)) | {"triton_interpreted": self.interpreted}
         self.comparisons: list[Comparison] = []
         self.refused: list[Comparison] = []
         self.table: dict[str, dict[str, str]] = {}
@@ -91,7 +92,7 @@ class Check:
     def run(self) -> int:
         ranks = f"{self.world.size} ranks over {self.world.backend}"
         alone = "one process; for ranks: torchrun --nproc-per-node 4 -m megabatch check"
-        self._say(f"{report.describe(self.machine)}\n{ranks if self.world.size > 1 else alone}\n")
+        self._say(f"{describe(self.machine)}\n{ranks if self.world.size > 1 else alone}\n")
         self._say("exactness: the worst error as a share of what is allowed\n")
         self._say(_line("", self.options.dtype))
         for function in self.options.only:

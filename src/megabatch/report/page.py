@@ -54,8 +54,8 @@ class Section(NamedTuple):
     folded: bool = False
 
 
-def page_of(runs: Sequence[Run], examples: Section) -> str:
-    """The page of these runs."""
+def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
+    """The page of these runs, with sections of examples."""
     groups = grouped(runs)
     several = any(len(group.runs) > 1 for group in groups)
     notes = [f"{run.name}: {' '.join(run.notes)}" for run in runs if run.notes]
@@ -69,7 +69,7 @@ def page_of(runs: Sequence[Run], examples: Section) -> str:
         sections.append(Section(title, texts, tables, [*(parts_of_step(groups) if title == SPEED else []), *figures]))
     settings, environments = summary.common_settings(runs), summary.environments(runs)
     sections += [
-        examples,
+        *examples,
         Section("Settings", [] if settings else ["Not recorded."], settings, folded=True),
         Section("Environment", [] if environments else ["Not recorded."], environments, folded=True),
     ]

@@ -30,12 +30,13 @@ class Column(NamedTuple):
 @dataclass
 class Run:
     """Attributes:
-    name: Of the folder, with as much of the path before it as tells it from the other runs.
+    name: That of the folder, with as much of the path before it as tells it from the other runs.
     settings: By the name of the flag; empty where they were not recorded.
     skipped: How many samples were skipped, by reason; `skipped_names` has some of them.
     nonfinite: The first steps without a finite loss and gradient.
     """
 
+    folder: Path
     name: str
     columns: dict[str, Column]
     settings: dict[str, str] = field(default_factory=dict)
@@ -92,7 +93,7 @@ def read_run(folder: Path, name: str) -> Run:
     lines = [line for line in found if type(line.get("step")) is int and 0 <= line["step"] < LARGEST_STEP]
     unread += len(found) - len(lines)
     columns, strange = _columns(lines)
-    run = Run(name, columns)
+    run = Run(folder, name, columns)
     run.notes += [f"metrics.jsonl: {unread} lines could not be read and are left out."] * (unread > 0)
     run.notes += [f"metrics.jsonl: {strange} values are not numbers and are left out."] * (strange > 0)
     run.notes += ["metrics.jsonl has no step yet."] * (not columns)
