@@ -55,17 +55,13 @@ def _examples(run: Run, count: int) -> Section:
         found = retrieved(run.folder, count)
     except (ValueError, OSError, ImportError) as error:  # the page says it: data and weights may have moved
         return Section(title, [f"None: {said(error)}."])
-    text = (
-        f"Of the first {AMONG:,} held-out images those nearest to each text, the best first. The right one is framed."
-    )
-    rows = [
-        Retrieved(query, [Picture(_png(match), match.text, match.right) for match in best]) for query, best in found
-    ]
-    return Section(title, [text], examples=rows)
+    text = f"Of the first {AMONG:,} held-out images those nearest to a text, the best first. The right one is framed."
+    return Section(title, [text], examples=[Retrieved(query, [*map(_picture, best)]) for query, best in found])
 
 
-def _png(match: Match) -> str:
+def _picture(match: Match) -> Picture:
     image = match.image.convert("RGB")
     image.thumbnail((SIDE, SIDE))
     image.save(file := io.BytesIO(), "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Picture(source, match.text, match.right)
