@@ -35,6 +35,7 @@ OWN |= {"report_to", "wandb_project_name", "log_every_n_steps"}
 
 Trace = dict[str, Any]
 
+SPEED, LEFT_OUT, OTHERS = "Speed and memory", "Skipped samples and non-finite steps", "Other metrics"
 # Sections of the page, and the metrics that belong there, with their titles.
 METRICS = (
     ("Learning", r"train/loss", "Training loss"),
@@ -47,19 +48,18 @@ METRICS = (
     ("Optimization", r"train/lr", "Learning rate"),
     ("Optimization", r"train/grad_norm", "Gradient norm"),
     ("Optimization", r"train/logit_scale", "Logit scale"),
-    ("Speed and memory", r"train/samples_per_second", "Samples per second, all ranks"),
-    ("Speed and memory", r"train/step_seconds", "Seconds per step"),
-    ("Speed and memory", r"train/data_seconds", "Seconds of a step waiting for data"),
-    ("Speed and memory", r"train/towers_seconds", "Seconds of a step in the towers"),
-    ("Speed and memory", r"train/loss_seconds", "Seconds of a step in the loss"),
-    ("Speed and memory", r"train/tflops_per_second", "TFLOP/s per rank"),
-    ("Speed and memory", r"train/mfu", "Model FLOPs utilization"),
-    ("Speed and memory", r"train/memory_mib", "Peak memory, MiB"),
-    ("Skipped samples and non-finite steps", r"(train|val|zeroshot)/skipped_samples", r"Skipped samples, \1"),
-    ("Skipped samples and non-finite steps", r"train/nonfinite_steps", "Non-finite steps"),
+    (SPEED, r"train/samples_per_second", "Samples per second, all ranks"),
+    (SPEED, r"train/step_seconds", "Seconds per step"),
+    (SPEED, r"train/data_seconds", "Seconds of a step waiting for data"),
+    (SPEED, r"train/towers_seconds", "Seconds of a step in the towers"),
+    (SPEED, r"train/loss_seconds", "Seconds of a step in the loss"),
+    (SPEED, r"train/tflops_per_second", "TFLOP/s per rank"),
+    (SPEED, r"train/mfu", "Model FLOPs utilization"),
+    (SPEED, r"train/memory_mib", "Peak memory, MiB"),
+    (LEFT_OUT, r"(train|val|zeroshot)/skipped_samples", r"Skipped samples, \1"),
+    (LEFT_OUT, r"train/nonfinite_steps", "Non-finite steps"),
     ("", r"train/epoch|train/samples|val/samples|val/captions|zeroshot/samples", ""),  # are not drawn
 )
-OTHERS = "Other metrics"
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,20 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
     sections: dict[str, list[Figure]] = {}
     for metric, (section, title) in metrics.items():
         traces = [trace for n, group in enumerate(groups) for trace in _traces(group, n, metric, unit, stretches)]
-        columns = [run.columns[metric] for run in runs if metric in run.columns]
-        bad = sum(int((~np.isfinite(column.values)).sum()) for column in columns)
-        note = f"Not finite, and so a gap: {bad} of {sum(len(column.values) for column in columns)} values."
-        sections.setdefault(section, []).append(Figure(title, traces, note=note if bad else ""))
+        values = np.concatenate([run.columns[metric].values for run in runs if metric in run.columns])
+        bad = int((~np.isfinite(values)).sum())
+        note = f"Not finite, and so a gap: {bad} of {len(values)} values." if bad else ""
+        figures = sections.setdefault(section, [])
+        if section != LEFT_OUT or values.any():
+            layout = {"yaxis": {"rangemode": "tozero"}} if section == LEFT_OUT else {}
+            figures.append(Figure(title, traces, layout, note))
     return sections
 
 
 def metrics_of(runs: Iterable[Run]) -> dict[str, tuple[str, str]]:
     """The metrics that are drawn of these runs, each with its section and title, in the order of the page."""
-    left = sorted({metric for run in runs for metric in run.columns}, key=lambda name: (len(name), name))
+    names = {metric for run in runs for metric in run.columns}
+    left = sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])  # @5 before @10
     found = {}
     for section, pattern, title in METRICS:
         found |= {name: (section, re.sub(pattern, title, name)) for name in left if re.fullmatch(pattern, name)}

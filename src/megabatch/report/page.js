@@ -3,7 +3,14 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
-const coarse = matchMedia("(pointer: coarse)").matches;
+const touch = !matchMedia("(hover: hover)").matches; // a finger is to scroll the page; buttons zoom
+const config = {
+  responsive: true,
+  displaylogo: false,
+  plotlyServerURL: "", // plotly's own buttons would offer to send the plot there
+  displayModeBar: touch ? true : "hover",
+  modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
+};
 const printWidth = 330;
 
 function chosen(name) {
@@ -30,19 +37,19 @@ function draw(id, width) {
     showlegend: false,
     hovermode: "closest",
     height: 240,
-    dragmode: coarse ? false : "zoom", // a finger is to scroll the page
+    dragmode: touch ? false : "zoom",
     uirevision: axis, // a zoom outlives all other switches
-    margin: { l: 48, r: 12, t: 8, b: 36 },
+    margin: { l: 48, r: 12, t: touch ? 34 : 8, b: 36 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: lines.gridcolor, activecolor: panel.color },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: panel.fontFamily, size: 12, color: panel.color },
-    legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0 },
+    legend: { orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0 },
     ...figure.layout,
     xaxis: { ...lines, title: switched ? { text: data.axes[axis], standoff: 6 } : undefined, ...(figure.layout.xaxis || {}) },
     yaxis: { ...lines, exponentformat: "e", ...(figure.layout.yaxis || {}) },
   };
   if (width) layout.width = width;
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   return Plotly.react(element, traces, layout, config);
 }
 

@@ -17,15 +17,13 @@ from plotly.offline import get_plotlyjs
 
 from .. import __version__
 from . import summary
-from .figures import Figure, Group, curves, grouped, parts_of_step, time_unit
+from .figures import LEFT_OUT, SPEED, Figure, Group, curves, grouped, parts_of_step, time_unit
 from .runs import Run
 from .summary import Table
 
 THINNED = "Long curves are thinned: of every stretch of steps the first, last, lowest and highest value are drawn."
 TIME = "Time is that of training steps, without evaluations."
 BANDS = "Bands are the mean over the runs of a setting, plus and minus their standard deviation."
-SPEED = "Speed and memory"
-LEFT_OUT = "Skipped samples and non-finite steps"
 
 
 class Picture(NamedTuple):
@@ -66,7 +64,9 @@ def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
     for title, figures in drawn.items():
         texts = [f"{THINNED} {TIME}" + f" {BANDS}" * several] if title == next(iter(drawn)) else []
         tables = summary.left_out(runs) if title == LEFT_OUT else []
-        sections.append(Section(title, texts, tables, [*(parts_of_step(groups) if title == SPEED else []), *figures]))
+        texts += ["None."] if not figures and not tables else []
+        parts = parts_of_step(groups) if title == SPEED else []
+        sections.append(Section(title, texts, tables, [*parts, *figures]))
     settings, environments = summary.common_settings(runs), summary.environments(runs)
     sections += [
         *examples,
@@ -92,7 +92,8 @@ def render(title: str, sections: Sequence[Section], *, groups: Sequence[Group] =
     }
     scripts = [get_plotlyjs(), _file("page.js")]
     sums = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src"
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; "
+    policy += "style-src 'unsafe-inline'; img-src data: blob:; script-src"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_file("page.html")).render(
