@@ -28,11 +28,12 @@ WITH_CONSTRAINTS := $(CURDIR)/$(WITH_VENV)/constraints.txt
 FOLLOWERS := torchvision triton timm tokenizers huggingface_hub
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-cpus test-with test-gpu lint format demo bench bench-ranks docs release-check clean
+.PHONY: help setup browser test test-cpus test-with test-gpu lint format demo bench bench-ranks docs release-check clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
 	@echo "make test         lint, types and all tests"
+	@echo "make browser      install Chromium with apt-get if it is missing, for the test of the report page"
 	@echo "make test-cpus    the tests of numbers under other vector units, BLAS kernels and numbers of threads"
 	@echo "make test-with    all tests with other versions, in an environment of their own: WITH='torch==2.8.0'"
 	@echo "make test-gpu     the tests that need a GPU"
@@ -52,7 +53,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,bench,triton]'
 	@touch $@
 
-test: lint
+# One test looks at a page in Chromium, and is skipped where there is none and none can be installed.
+browser:
+	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -q -y --no-install-recommends chromium; } \
+		>/dev/null 2>&1 || echo "browser: chromium is not there and could not be installed: its test is skipped"
+
+test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(AVX2) $(PY) -m pytest -q $(TWO_WORKERS) $(SHORT)
 

@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "integrations": {PUBLIC, "distributed"},
     "bench": {PUBLIC, "integrations", "reference", "tolerance", "machine", "distributed", "train"},
     "plan": {PUBLIC, "tiling", "backends", "losses"},
-    "train": {PUBLIC, "reference", "distributed", "plan"},
+    "report": {PUBLIC},
+    "train": {PUBLIC, "reference", "distributed", "machine", "plan", "report"},
     "check": {PUBLIC, "reference", "tolerance", "machine", "bench", "distributed"},
     "cli": {PUBLIC, "check", "train", "bench", "plan"},
     "__main__": {"cli"},
@@ -58,7 +59,7 @@ WITH_TWIN = [*LOSSES, "retrieval_ranks", "similarity_topk"]
 # Nothing that only an extra, a backend or a benchmark needs.
 HEAVY = ["triton", "matplotlib", "psutil", "pandas", "transformers", "sentence_transformers", "open_clip", "lightly"]
 HEAVY += ["pytorch_metric_learning", "pytorch_lightning", "datasets", "accelerate", "torchvision"]
-HEAVY += ["PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"]
+HEAVY += ["PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome", "plotly", "jinja2"]
 
 
 def room_of(path: str) -> str:

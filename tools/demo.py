@@ -251,44 +251,22 @@ def recalls_table(runs: dict[str, Trained], held_out: int) -> str:
 
 
 def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> None:
-    """The first dozen of the held-out names, with the icons that the run's last towers find, the right one framed."""
+    """The first dozen of the held-out names, with the icons that the run's towers find, the right one framed."""
     from PIL import Image, ImageDraw, ImageFont
-    from torch.nn.functional import normalize
 
-    import megabatch as mb
-    from megabatch.train import checkpoint
-    from megabatch.train.checkpoint import Checkpoints
-    from megabatch.train.config import from_mapping
-    from megabatch.train.data import open_held_out
-    from megabatch.train.data.icons import Icons
-    from megabatch.train.encoding import Encoder, make_prepare
-    from megabatch.train.towers import make_towers
+    from megabatch.train.retrieved import retrieved
 
-    latest = Checkpoints(run / "checkpoints", keep=0).latest()
-    assert latest is not None
-    state = checkpoint.load(latest)
-    config = from_mapping(state["megabatch"]["config"])
-    towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=None)
-    towers.model.load_state_dict(state["state_dict"])
-    towers.eval()
-    source = open_held_out(config)
-    assert source is not None
-    with torch.no_grad():
-        batch = make_prepare(towers, config, train=False)(source, [0] * len(source), range(len(source)))
-        encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
-        images, texts = (normalize(x, dim=1) for x in (encoder.images(batch), encoder.texts(batch.second)))
-    _, nearest = mb.similarity_topk(texts[:names], images, found)
-    icons, cell, left, font = Icons(held_out=True), 76, 300, ImageFont.load_default(18)
+    cell, left, font = 76, 300, ImageFont.load_default(18)
     canvas = Image.new("RGB", (left + found * cell + 16, names * cell + 16), "white")
     pen = ImageDraw.Draw(canvas)
-    for row, indices in enumerate(nearest.tolist()):
+    for row, (name, matches) in enumerate(retrieved(run, names, found)):
         top = 8 + row * cell
-        pen.text((16, top + cell // 2), icons[row].text[:28], (20, 20, 20), font, anchor="lm")
-        for column, index in enumerate(indices):
+        pen.text((16, top + cell // 2), name[:28], (20, 20, 20), font, anchor="lm")
+        for column, match in enumerate(matches):
             corner = (left + column * cell, top)
-            icon = icons[index].image.convert("RGB").resize((cell - 20, cell - 20))
+            icon = match.image.convert("RGB").resize((cell - 20, cell - 20))
             canvas.paste(icon, (corner[0] + 10, corner[1] + 10))
-            if index == row:
+            if match.right:
                 pen.rectangle((*corner, corner[0] + cell - 3, corner[1] + cell - 3), outline=(0, 75, 160), width=4)
     canvas.save(path)
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("megabatch.train.command", "train two encoders at any batch size"),
     "eval": ("megabatch.train.eval_command", "loss, retrieval and zero-shot metrics of a checkpoint"),
     "export": ("megabatch.train.export_command", "write a trained model for open_clip or transformers"),
+    "report": ("megabatch.train.report_command", "draw one or more training runs: a page in one HTML file"),
     "index": ("megabatch.train.index_command", "index tar shards, once, for training"),
     "bench": ("megabatch.bench.command", "measure megabatch and other libraries on this machine"),
     "plan": ("megabatch.plan.command", "predict which batch fits which GPUs, and the time of a step"),
@@ -27,7 +28,7 @@ COMMANDS = {
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")
 EXTRAS |= {"matplotlib": "bench", "triton": "triton", "pyarrow": "parquet"}
-EXTRAS |= {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http"}
+EXTRAS |= {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http", "plotly": "report"}
 # How near a flag must be to what was typed to be suggested.
 NEAR = 0.7
 INTERRUPTED = 130  # by Ctrl-C, as shells have it

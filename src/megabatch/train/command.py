@@ -5,12 +5,14 @@ import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..distributed.world import World, joined
+from ..machine import machine
 from . import checkpoint
 from .config import Config, Run, absolute, to_yaml
 from .evaluate import NoSamples
@@ -42,6 +44,8 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("train"):
             config, resume = _read(given_flags(options))
             device = device_of(config)
+            if config.run.report and find_spec("plotly") is None:
+                raise ModuleNotFoundError("--report needs plotly, got none. Run pip install 'megabatch[report]'.")
         world = stack.enter_context(joined(device, control_group=False))
         with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
@@ -54,8 +58,9 @@ def main(options: argparse.Namespace) -> int:
             config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
                 checkpoint.Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
-                data = json.dumps(trainer.data, indent=1).encode()
+                data, facts = (json.dumps(each, indent=1).encode() for each in (trainer.data, machine(world)))
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
+                checkpoint.atomically(folder / "environment.json", lambda file: file.write(facts))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
         with usage_errors("train"):
             total, first = trainer.total_steps, trainer.progress.step

@@ -153,6 +153,7 @@ class Run:
         "besides metrics.jsonl",
         choices=("", "tensorboard", "wandb", "wandb,tensorboard", "tensorboard,wandb", "all"),
     )
+    report: bool = _option(False, "write report.html at every evaluation and at the end; needs megabatch[report]")
     wandb_project_name: str = _option("megabatch", "project of --report-to wandb; its own settings are WANDB_…")
     log_every_n_steps: int = _option(10, "lines of out.log besides the first; metrics.jsonl has every step", at_least=1)
     device: str = _option("auto", "auto: cuda if available")

@@ -2,6 +2,9 @@
 
 import os
 import resource
+import time
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +23,25 @@ class StepCosts:
         self._world = world
         self._flops = flops_per_sample(towers, texts_only=texts_only)
         self._peak = peak_flops(world.device, precision)
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, part: str) -> None:
+        """What was done since the last mark was this part of the step. The device is not waited for."""
+        if self._world.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def _parts(self) -> Figures:
+        """Once the step is done, and its loss was read: then all events have happened."""
+        seconds: Figures = {}
+        for (_, before), (part, mark) in pairwise(self._marks):
+            taken = mark - before if isinstance(mark, float) else before.elapsed_time(mark) / 1e3
+            seconds[f"train/{part}_seconds"] = seconds.get(f"train/{part}_seconds", 0.0) + taken
+        self._marks.clear()
+        return seconds
 
     def __call__(self, rows: int, data_seconds: float, seconds: float) -> Figures:
         flops = self._flops * rows / self._world.size / seconds
@@ -27,6 +49,7 @@ class StepCosts:
             "train/samples_per_second": rows / seconds,
             "train/data_seconds": data_seconds,
             "train/step_seconds": seconds,
+            **self._parts(),
             "train/tflops_per_second": flops / 1e12,
             **({} if self._peak is None else {"train/mfu": flops / self._peak}),
             "train/memory_mib": peak_mib(self._world.device),

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
@@ -219,12 +220,18 @@ class Trainer:
         options = self.config.optimization
         statistics = [buffer.clone() for buffer in self.running_statistics]
         self.optimizer.zero_grad()
+        self.costs.mark("start")
         with optimization.autocast(self.world.device, options.precision):
             features = encoder(batch)
+            self.costs.mark("towers")
             loss, accuracy = self.objective(features, batch.ids, batch.negative_ids)
+        self.costs.mark("loss")
+        # Gradients of features: the loss's part of the backward is done.
+        register_multi_grad_hook(features[:2], lambda _: self.costs.mark("loss"), mode="any")
         if self.cache is not None and batch.keys is not None and batch.known is not None:
             self.cache.put(batch.keys[~batch.known], features.first[~batch.known.to(features.first.device)])
         torch.autograd.backward(self.scaler.scale(loss))
+        self.costs.mark("towers")
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)

@@ -1,4 +1,4 @@
-"""What a run shows of itself: a progress bar or plain lines, out.log, metrics.jsonl and TensorBoard.
+"""What a run shows of itself: a progress bar or plain lines, out.log, metrics.jsonl, TensorBoard and report.html.
 
 metrics.jsonl is the record: a line of JSON per step, and one per validation, with `step` and the values by name. It is
 flushed line by line, and cut back to the checkpoint when a run is resumed, so that it reads as if nothing had happened.
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from .checkpoint import WriteFailed, atomically
-from .config import Run
+from .config import Run, said
 
 Recorder = Callable[[int, Mapping[str, float]], None]
 LOGGER = logging.getLogger("megabatch")
@@ -69,6 +69,7 @@ class Report:
     ) -> None:
         self.total_steps, self.first_step, self.log_every = total_steps, first_step, run.log_every_n_steps
         self._bar: _Bar | None = None
+        self._folder, self._writes_page, self._last_step = folder, run.report, first_step
         self._recorders: list[Recorder] = []
         console = console or Console(stderr=True)
         console.soft_wrap = True  # a path stays in one piece
@@ -108,6 +109,7 @@ class Report:
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         self._record(step, values)
         self.say(f"Eval Step: {step} " + " ".join(f"{name}: {value:.5g}" for name, value in values.items()))
+        self._write_page(examples=False)
 
     def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
         """The samples of a step from which nothing could be learned, in nonfinite.jsonl."""
@@ -134,9 +136,23 @@ class Report:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):  # Python shows it on the terminal
             LOGGER.error("the run ended with an error", exc_info=error, extra={"file_only": True})
+        if error is None or isinstance(error, Exception):
+            self._write_page(examples=self._last_step == self.total_steps)
         self.close()
 
+    def _write_page(self, *, examples: bool) -> None:
+        """report.html, as of now. No run ends because it cannot be drawn."""
+        if not self._writes_page:
+            return
+        from .report_command import EXAMPLES, write_report
+
+        try:
+            write_report([self._folder], self._folder / "report.html", examples=EXAMPLES if examples else 0)
+        except Exception as error:
+            self.warn(f"report.html was not written: {said(error)}.")
+
     def _record(self, step: int, values: Mapping[str, float]) -> None:
+        self._last_step = step
         try:
             self._metrics.write(_json(step, values))
             self._metrics.flush()

@@ -1,0 +1,205 @@
+"""What a run has left in its folder. Files that are cut off, damaged or older are read as far as they go, and `notes`
+says what is missing."""
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+AXES = ("steps", "samples", "time")
+LARGEST_STEP = 2**53
+LONGEST_TEXT = 500  # characters of a setting or of a sample's name
+NAMED = 5  # samples of a reason, and steps, that are listed
+
+
+class Column(NamedTuple):
+    """A metric: its values, by step, in the order of steps."""
+
+    steps: Numbers
+    values: Numbers
+
+
+@dataclass
+class Run:
+    """Attributes:
+    name: That of the folder, with as much of the path before it as tells it from the other runs.
+    settings: By the name of the flag; empty where they were not recorded.
+    skipped: How many samples were skipped, by reason; `skipped_names` has some of them.
+    nonfinite: The first steps without a finite loss and gradient.
+    """
+
+    folder: Path
+    name: str
+    columns: dict[str, Column]
+    settings: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    skipped_names: dict[str, list[str]] = field(default_factory=dict)
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def last(self, metric: str) -> float | None:
+        """The last value, None where there is none."""
+        return float(self.columns[metric].values[-1]) if metric in self.columns else None
+
+    @cached_property
+    def clock(self) -> Column | None:
+        """Seconds of training until the end of each step, without evaluations."""
+        column = self.columns.get("train/step_seconds")
+        return None if column is None else Column(column.steps, np.nancumsum(column.values))
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.clock is None else float(self.clock.values[-1])
+
+    def axes(self, steps: Numbers, unit: float) -> dict[str, Numbers]:
+        """Where these steps are on each of AXES; time in units of so many seconds."""
+        samples, time = _at(self.columns.get("train/samples"), steps), _at(self.clock, steps) / unit
+        return {"steps": steps, "samples": samples, "time": time}
+
+
+def _at(column: Column | None, steps: Numbers) -> Numbers:
+    """The last value up to each of these steps."""
+    if column is None:
+        return np.full(len(steps), np.nan)
+    index = np.searchsorted(column.steps, steps, side="right") - 1
+    return np.where(index < 0, 0.0, column.values[index])
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Those in these folders. ValueError where one is none."""
+    places = [folder.resolve() for folder in folders]
+    for folder, place in zip(folders, places, strict=True):
+        if not (folder / "metrics.jsonl").is_file():
+            raise ValueError(
+                f"report: RUN must be the folder of a run, with a metrics.jsonl, got {folder}: there is no "
+                f"{folder / 'metrics.jsonl'}. Look in --logs of the run."
+            )
+        if places.count(place) > 1:
+            raise ValueError(f"report: every RUN must be given once, got {folder} several times. Leave one.")
+    return [read_run(folder, name) for folder, name in zip(folders, _names(places), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    found, unread = _json_lines(folder / "metrics.jsonl")
+    lines = [line for line in found if type(line.get("step")) is int and 0 <= line["step"] < LARGEST_STEP]
+    unread += len(found) - len(lines)
+    columns, strange = _columns(lines)
+    run = Run(folder, name, columns)
+    run.notes += [f"metrics.jsonl: {unread} lines could not be read and are left out."] * (unread > 0)
+    run.notes += [f"metrics.jsonl: {strange} values are not numbers and are left out."] * (strange > 0)
+    run.notes += ["metrics.jsonl has no step yet."] * (not columns)
+    for metric, axis in (("train/samples", "samples"), ("train/step_seconds", "time")):
+        run.notes += [f"{metric} was not recorded: nothing is drawn over {axis}."] * (
+            bool(columns) and metric not in columns
+        )
+    run.settings = _read(run, folder / "params.yaml", _settings)
+    run.environment = _read(run, folder / "environment.json", lambda text: _flat(json.loads(text)))
+    for entry in _json_lines(folder / "skipped.jsonl")[0]:
+        reason = text_of(entry.get("reason"))
+        run.skipped[reason] += 1
+        if run.skipped[reason] <= NAMED:
+            run.skipped_names.setdefault(reason, []).append(text_of(entry.get("name")))
+    run.nonfinite = _json_lines(folder / "nonfinite.jsonl")[0][:NAMED]
+    return run
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    names = [place.name for place in places]
+    for length in range(2, max(len(place.parts) for place in places) + 1):
+        twice = {name for name, count in Counter(names).items() if count > 1}
+        names = [
+            "/".join(place.parts[-length:]) if name in twice else name
+            for name, place in zip(names, places, strict=True)
+        ]
+    return names
+
+
+def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file, and the number of lines that are none. A last line without an end is being written, or is
+    what a killed run left: it counts only if it is whole."""
+    found, damaged = [], 0
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate((*lines, last)):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif line.strip() and number < len(lines):
+            damaged += 1
+    return found, damaged
+
+
+def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
+    """Every metric, and how many values are no numbers."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    strange = 0
+    for line in lines:
+        step = line.pop("step")
+        for name, value in line.items():
+            if type(value) is not float:
+                try:
+                    value = float(value)
+                except (TypeError, ValueError):
+                    strange += 1
+                    continue
+                except OverflowError:
+                    value = np.inf
+            if name not in found:
+                found[name] = ([], [])
+            steps, values = found[name]
+            steps.append(step)
+            values.append(value)
+    return {name: _in_order(*column) for name, column in found.items()}, strange
+
+
+def _in_order(steps: Sequence[int], values: Sequence[float]) -> Column:
+    """By step. Of several values for one step the last counts."""
+    unique, from_end = np.unique(np.array(steps, dtype=np.float64)[::-1], return_index=True)
+    return Column(unique, np.array(values, dtype=np.float64)[::-1][from_end])
+
+
+def _read(run: Run, path: Path, read: Callable[[str], dict[str, str]]) -> dict[str, str]:
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        run.notes.append(f"There is no {path.name}.")
+    except (OSError, ValueError, RecursionError) as error:
+        run.notes.append(f"{path.name} could not be read: {text_of(str(error).strip())}.")
+    return {}
+
+
+def _settings(text: str) -> dict[str, str]:
+    import yaml
+
+    try:
+        return _flat(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _flat(values: Any) -> dict[str, str]:
+    """What is in sections beside what is in none."""
+    if not isinstance(values, dict):
+        raise ValueError("it must be made of names and values")
+    flat = {}
+    for name, value in values.items():
+        flat.update({str(key): text_of(each) for key, each in value.items()} if isinstance(value, dict) else {})
+        flat.update({} if isinstance(value, dict) else {str(name): text_of(value)})
+    return flat
+
+
+def text_of(value: Any) -> str:
+    """Of any value; one that is made of many may refer to itself."""
+    text = str(value) if value is None or isinstance(value, (str, int, float)) else reprlib.repr(value)
+    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"

@@ -1,0 +1,109 @@
+"""Tables of the page: every cell is text, which page.py escapes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .figures import OWN, Group, differences
+from .runs import Run, text_of
+
+NONE = "–"
+# Of the last step or evaluation: metric, heading, format.
+FIGURES = (
+    ("train/loss", "training loss", ".4f"),
+    ("train/accuracy", "training accuracy", ".4f"),
+    ("val/loss", "validation loss", ".4f"),
+    ("val/mean_recall", "mean recall", ".4f"),
+    ("zeroshot/top1", "zero-shot top-1", ".4f"),
+    ("train/memory_mib", "memory, MiB", ",.0f"),
+    ("train/skipped_samples", "skipped samples", ",.0f"),
+    ("train/nonfinite_steps", "non-finite steps", ",.0f"),
+)
+
+
+class Table(NamedTuple):
+    """`note` stands above it."""
+
+    head: Sequence[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def last_figures(groups: Sequence[Group]) -> Table:
+    """A row for each run, and one for the mean of several."""
+    runs = [run for group in groups for run in group.runs]
+    shown = [figure for figure in FIGURES if any(figure[0] in run.columns for run in runs)]
+    head = ["run", "steps", "samples", "training time", "samples/s", *(heading for _, heading, _ in shown)]
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            speed = run.columns.get("train/samples_per_second")
+            median = float(np.nanmedian(speed.values)) if speed is not None else None
+            steps = max((column.steps[-1] for column in run.columns.values()), default=0)
+            counts = [f"{steps:,.0f}", number(run.last("train/samples"), ",.0f"), duration(run.seconds)]
+            figures = [number(run.last(metric), how) for metric, _, how in shown]
+            rows.append([run.name, *counts, number(median, ",.0f"), *figures])
+        if len(group.runs) > 1:
+            spreads = [_spread([run.last(metric) for run in group.runs], how) for metric, _, how in shown]
+            rows.append([f"mean ± std: {group.label}", *[""] * 4, *spreads])
+    return Table(head, rows, "Of the last step and the last evaluation; samples/s is the median over steps.")
+
+
+def _spread(values: Sequence[float | None], how: str) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return NONE
+    with np.errstate(invalid="ignore"):
+        return f"{number(float(np.mean(known)), how)} ± {number(float(np.std(known, ddof=1)), how)}"
+
+
+def differing_settings(runs: Sequence[Run]) -> list[Table]:
+    names = [name for name in differences(runs) if name not in OWN - {"seed"}]
+    rows = [[run.name, *(run.settings.get(name, NONE) for name in names)] for run in runs]
+    return [Table(["run", *names], rows)] if names else []
+
+
+def common_settings(runs: Sequence[Run]) -> list[Table]:
+    known = [run for run in runs if run.settings]
+    different = differences(known)
+    rows = [[name, value] for run in known[:1] for name, value in run.settings.items() if name not in different]
+    return [Table(["setting", "value"], rows, "Those that are the same in all runs.")] if rows else []
+
+
+def environments(runs: Sequence[Run]) -> list[Table]:
+    """Each once, after the runs that had it."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for run in runs:
+        if run.environment:
+            found.setdefault(tuple(run.environment.items()), []).append(run.name)
+    return [Table(["", "value"], [[*fact] for fact in facts], ", ".join(names)) for facts, names in found.items()]
+
+
+def left_out(runs: Sequence[Run]) -> list[Table]:
+    """Samples and steps."""
+    samples = [
+        [run.name, reason, f"{count:,}", ", ".join(run.skipped_names[reason])]
+        for run in runs
+        for reason, count in run.skipped.most_common()
+    ]
+    steps = [
+        [run.name, *(text_of(entry.get(name, NONE)) for name in ("step", "train/loss", "train/grad_norm"))]
+        for run in runs
+        for entry in run.nonfinite
+    ]
+    tables = [
+        Table(["run", "reason", "samples", "the first"], samples, "Skipped samples, each once: see skipped.jsonl."),
+        Table(["run", "step", "loss", "gradient norm"], steps, "The first non-finite steps: see nonfinite.jsonl."),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def number(value: float | None, how: str) -> str:
+    return NONE if value is None else format(value, how)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,59 @@
+"""Examples of what a run has learned: held-out texts, and the images that its towers find for them."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+
+import megabatch as mb
+
+from .data import open_held_out
+from .data.images import decode
+from .data.source import Source
+from .encoding import make_prepare
+from .loading import config_of, load_checkpoint, restored_towers
+
+AMONG = 1000  # held-out samples, the first, are searched
+AT_A_TIME = 64
+
+
+class Match(NamedTuple):
+    image: Image.Image
+    text: str
+    right: bool
+
+
+@torch.no_grad()
+def retrieved(run: Path, texts: int, matches: int = 5) -> list[tuple[str, list[Match]]]:
+    """The first held-out texts, each with the images nearest to it, the best first.
+
+    ValueError where the run has no checkpoint, or no held-out images that can be read.
+    """
+    path, state = load_checkpoint(run)
+    config = config_of(path, state)
+    source = open_held_out(config)
+    if source is None or source.texts_only:
+        raise ValueError(f"--val-data must have images, got {config.evaluation.val_data}.")
+    towers = restored_towers(config, path, state).eval()
+    prepare = make_prepare(towers, config, train=False)
+    pieces = {index: prepare(source, [0], [index]) for index in range(min(len(source), AMONG))}
+    kept = [index for index, piece in pieces.items() if len(piece.ids)]
+    if not kept:
+        raise ValueError(f"--val-data must have samples that can be read, got none in {config.evaluation.val_data}.")
+    pixels = torch.cat([pieces[index].first for index in kept])
+    images = torch.cat([towers.encode_image(towers.pixels(some)) for some in pixels.split(AT_A_TIME)])
+    queries = towers.encode_text(torch.cat([pieces[index].second[:1] for index in kept[:texts]]))
+    _, nearest = mb.similarity_topk(queries, images, min(matches, len(kept)), normalize=True, group=None)
+    found = [[kept[row] for row in rows] for rows in nearest.tolist()]
+    return [
+        (source[index].text, [_match(source, each, pieces[each].ids[0] == pieces[index].ids[0]) for each in best])
+        for index, best in zip(kept, found, strict=False)
+    ]
+
+
+def _match(source: Source, index: int, right: torch.Tensor) -> Match:
+    sample = source[index]
+    assert sample.image is not None
+    image = decode(sample.image) if isinstance(sample.image, bytes) else sample.image
+    return Match(image, sample.text, bool(right))

@@ -1,0 +1,115 @@
+"""Chromium without a window, driven through its DevTools protocol: what a page draws, logs, and asks of the network.
+
+`make browser` installs it. Messages are JSON with a zero byte at the end, over descriptors 3 and 4 of the browser.
+"""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .ranks import PATIENCE
+
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-pipe"]
+# A mouse, which no headless machine has.
+FLAGS += ["--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"]
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+class Browser:
+    """A page at a time. `log` has what its console and its policy complain of, `requests` what it asked for."""
+
+    def __init__(self, profile: Path) -> None:
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        if program is None:
+            pytest.skip("needs Chromium, which make browser installs where it can")
+        reads, self._out = os.pipe()
+        self._in, writes = os.pipe()
+
+        connected = ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash"]
+        command = [*connected, program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, pass_fds=(reads, writes), **quiet)
+        os.close(reads)
+        os.close(writes)
+        self._received, self._number = b"", 0
+        self.log: list[str] = []
+        self.requests: list[str] = []
+        target = self.send("Target.createTarget", session=False, url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", session=False, targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+
+    def close(self) -> None:
+        self.send("Browser.close", session=False)
+        self._process.wait(PATIENCE)
+        os.close(self._in)
+        os.close(self._out)
+
+    def open(self, path: Path, *, width: int, dark: bool = False) -> None:
+        """Until everything is drawn."""
+        self.send("Page.navigate", url="about:blank")
+        self.log, self.requests = [], []
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        end = time.monotonic() + PATIENCE
+        while self.run("document.documentElement?.dataset.drawn") != "true":
+            assert time.monotonic() < end, f"nothing was drawn: {self.log}"
+            time.sleep(0.05)
+
+    def run(self, script: str) -> Any:
+        """The value of a line of JavaScript."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def picture(self, path: Path) -> None:
+        """Of the whole page."""
+        answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def send(self, method: str, *, session: bool = True, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        message |= {"sessionId": self._session} if session else {}
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, answer
+        found: dict[str, Any] = answer["result"]
+        return found
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._in], [], [], PATIENCE)
+            assert ready, "the browser does not answer"
+            self._received += os.read(self._in, 2**20)
+        message, _, self._received = self._received.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _note(self, event: dict[str, Any]) -> None:
+        about = event.get("params", {})
+        match event.get("method"):
+            case "Runtime.consoleAPICalled" if about["type"] in ("error", "warning", "assert"):
+                self.log.append(f"console: {about['args']}")
+            case "Runtime.exceptionThrown":
+                self.log.append(f"exception: {about['exceptionDetails']}")
+            case "Log.entryAdded" if about["entry"]["level"] in ("error", "warning"):
+                self.log.append(f"{about['entry']['source']}: {about['entry']['text']}")
+            case "Network.requestWillBeSent" if not about["request"]["url"].startswith("data:"):
+                self.requests.append(about["request"]["url"])

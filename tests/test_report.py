@@ -1,0 +1,559 @@
+"""The page of training runs: what it shows, whatever the runs have left behind, and that a browser shows it."""
+
+import base64
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from plotly.graph_objects import Figure as PlotlyFigure
+
+from megabatch import cli
+from megabatch.report import figures
+from megabatch.report.figures import Group, curves, grouped, parts_of_step, thinned, with_error_bars
+from megabatch.report.page import Picture, Retrieved, Section, page_of, render
+from megabatch.report.runs import read_runs
+from megabatch.train import report_command
+from megabatch.train.retrieved import retrieved
+
+from .browser import Browser
+from .training import train, write_pairs, write_shapes
+
+EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
+DOT = base64.b64encode(b"\x89PNG\r\n").decode()
+
+
+def step_line(step: int, loss: Any = 2.0, **more: Any) -> dict[str, Any]:
+    times = {
+        "train/step_seconds": 0.5,
+        "train/data_seconds": 0.1,
+        "train/towers_seconds": 0.2,
+        "train/loss_seconds": 0.1,
+    }
+    speed = {"train/samples_per_second": 512.0, "train/memory_mib": 100.0, "train/lr": 1e-3, "train/grad_norm": 1.0}
+    counts = {"train/samples": 256 * step, "train/skipped_samples": 0, "train/nonfinite_steps": 0}
+    return {"step": step, "train/loss": loss, "train/logit_scale": 14.3, **times, **speed, **counts, **more}
+
+
+def val_line(step: int, recall: float = 0.2) -> dict[str, Any]:
+    return {"step": step, "val/loss": 3.0, "val/mean_recall": recall, "val/image_to_text_R@5": recall, "val/samples": 9}
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]], *, seed: int = 0, lr: float = 1e-3, **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sections = {"optimization": {"lr": lr, **settings}, "run": {"seed": seed, "name": folder.name}}
+    (folder / "params.yaml").write_text(yaml.safe_dump(sections))
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "commit": "abc1234"}))
+    return folder
+
+
+def page(*folders: Path) -> str:
+    return page_of(read_runs(folders))
+
+
+def data_of(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def text_of(html: str) -> str:
+    """Without data and scripts."""
+    return re.sub(r"<(script|style)\b.*?</\1>", "", html, flags=re.DOTALL)
+
+
+def unpacked(packed: dict[str, str]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed["bdata"]), dtype=f"<{packed['dtype']}").astype(float)
+
+
+def figure_of(groups: list[Group], title: str) -> figures.Figure:
+    return next(each for section in curves(groups).values() for each in section if each.title == title)
+
+
+# ---- what it shows
+
+
+def test_every_metric_has_its_section_and_an_unknown_one_is_shown_under_its_name(tmp_path):
+    lines = [step_line(1), step_line(2, **{"train/accuracy": 0.5, "mine/temperature": 4}), val_line(2)]
+    lines.append({"step": 2, "zeroshot/top1": 0.1, "val/text_to_image_median_rank": 7})
+    sections = {title: [figure.title for figure in each] for title, each in drawn(write_run(tmp_path, lines)).items()}
+    assert sections["Learning"] == [
+        *("Training loss", "Training accuracy, in the batch", "Validation loss", "Mean recall"),
+        "Zero-shot top-1 accuracy",
+    ]
+    assert sections["Retrieval"] == ["Recall at 5, image to text", "Median rank, text to image"]
+    assert sections["Optimization"] == ["Learning rate", "Gradient norm", "Logit scale"]
+    assert {"Samples per second, all ranks", "Seconds of a step in the loss", "Peak memory, MiB"} <= set(
+        sections["Speed and memory"]
+    )
+    assert sections["Other metrics"] == ["mine/temperature"]
+    assert sections["Skipped samples and non-finite steps"] == []  # none were
+
+
+def drawn(*folders: Path) -> dict[str, list[figures.Figure]]:
+    return curves(grouped(read_runs(folders)))
+
+
+def test_recalls_are_in_the_order_of_k(tmp_path):
+    run = write_run(tmp_path, [{"step": 1, **{f"val/image_to_text_R@{k}": 0.1 for k in (10, 1, 5)}}])
+    assert [figure.title[:12] for figure in drawn(run)["Retrieval"]] == ["Recall at 1,", "Recall at 5,", "Recall at 10"]
+
+
+def test_a_curve_can_be_shown_over_steps_samples_and_time(tmp_path):
+    run = write_run(tmp_path, [step_line(1), step_line(2), val_line(2), step_line(3)])
+    groups = grouped(read_runs([run]))
+    (trace,) = figure_of(groups, "Training loss").traces
+    assert {axis: unpacked(x).tolist() for axis, x in trace["xs"].items()} == {
+        "steps": [1, 2, 3],
+        "samples": [256, 512, 768],
+        "time": [0.5, 1.0, 1.5],
+    }
+    (trace,) = figure_of(groups, "Mean recall").traces
+    assert {axis: unpacked(x).tolist() for axis, x in trace["xs"].items()} == {
+        "steps": [2],
+        "samples": [512],
+        "time": [1.0],
+    }
+    assert '<input type="radio" name="axis" value="samples"' in page(run)
+
+
+def test_seeds_of_one_setting_are_a_mean_with_a_band_of_its_standard_deviation(tmp_path):
+    losses = {0: [4.0, 2.0], 1: [6.0, 3.0], 2: [8.0, 4.0, 5.0]}
+    folders = [
+        write_run(tmp_path / f"seed{seed}", [step_line(n + 1, loss) for n, loss in enumerate(each)], seed=seed)
+        for seed, each in losses.items()
+    ]
+    folders.append(write_run(tmp_path / "other", [step_line(1, 1.0)], lr=2e-3))
+    groups = grouped(read_runs(folders))
+    assert [(group.label, len(group.runs)) for group in groups] == [("lr 0.001 (3 seeds)", 3), ("other", 1)]
+    traces = figure_of(groups, "Training loss").traces
+    assert [trace.get("view") for trace in traces] == ["runs"] * 3 + ["mean"] * 3 + [None]
+    low, high, mean = traces[3:6]
+    assert unpacked(mean["y"]).tolist() == [6.0, 3.0, 5.0]
+    assert unpacked(low["y"]).tolist() == [4.0, 2.0]  # no deviation of one
+    assert unpacked(high["y"]).tolist() == [8.0, 4.0]
+    assert "6.5000 ±" not in page(*folders)
+    text = text_of(page(*folders[:2]))
+    assert "mean ± std: one setting (2 seeds)" in text
+    assert "2.5000 ± 0.7071" in text
+
+
+def test_what_differs_between_runs_is_apart_from_what_does_not(tmp_path):
+    one = write_run(tmp_path / "one", [step_line(1)], seed=1, wd=0.2)
+    two = write_run(tmp_path / "two", [step_line(1)], seed=2, lr=2e-3, wd=0.2)
+    text = text_of(page(one, two))
+    assert "<th>run</th><th>lr</th><th>seed</th>" in text
+    assert "<td>one</td><td>0.001</td><td>1</td>" in text
+    assert "<td>wd</td><td>0.2</td>" in text
+    assert "<td>lr</td>" not in text
+    assert "<td>commit</td><td>abc1234</td>" in text
+    assert "What differs" not in text_of(page(one))
+
+
+def test_parts_of_a_step_add_up_to_it(tmp_path):
+    run = write_run(tmp_path, [step_line(1), step_line(2)])
+    (figure,) = parts_of_step(grouped(read_runs([run])))
+    seconds = {trace["name"]: trace["x"][0] for trace in figure.traces}
+    assert seconds == pytest.approx({"waiting for data": 0.1, "towers": 0.2, "loss": 0.1, "rest": 0.1})
+    assert "Communication overlaps" in figure.note
+
+
+def test_an_older_run_says_what_was_not_measured(tmp_path):
+    run = write_run(tmp_path, [{"step": 1, "train/loss": 2.0, "train/step_seconds": 0.5}])
+    (figure,) = parts_of_step(grouped(read_runs([run])))
+    assert [trace["name"] for trace in figure.traces] == ["rest"]
+    assert "not measured" in figure.note
+    assert "train/samples was not recorded: nothing is drawn over samples." in text_of(page(run))
+
+
+def test_skipped_samples_and_nonfinite_steps_are_listed(tmp_path):
+    run = write_run(tmp_path, [step_line(1, "nan", **{"train/nonfinite_steps": 1, "train/skipped_samples": 3})])
+    skipped = [{"step": 1, "name": f"{n}.jpg", "reason": "truncated image"} for n in range(7)]
+    (run / "skipped.jsonl").write_text("".join(json.dumps(each) + "\n" for each in skipped))
+    (run / "nonfinite.jsonl").write_text(json.dumps({"step": 1, "train/loss": "nan", "samples": ["a"] * 9}) + "\n")
+    text = text_of(page(run))
+    assert "<td>truncated image</td><td>7</td><td>0.jpg, 1.jpg, 2.jpg, 3.jpg, 4.jpg</td>" in text
+    assert "<td>1</td><td>nan</td><td>–</td>" in text
+    assert "Not finite, and so a gap: 1 of 1 values." in text
+
+
+def everything(tmp_path: Path) -> list[figures.Figure]:
+    runs = [write_run(tmp_path / str(n), [step_line(1), step_line(2), val_line(2)], seed=n) for n in range(3)]
+    groups = grouped(read_runs(runs))
+    series = {"a": [(64, 0.1, 0.01), (256, 0.2, 0.02)], "b": [(64, 0.3, 0.1)]}
+    return [
+        *(figure for each in curves(groups).values() for figure in each),
+        *parts_of_step(groups),
+        with_error_bars("Recall", series, x="batch", y="recall"),
+        with_error_bars("Recall", series, x="batch", y="recall", band=True),
+    ]
+
+
+def test_figures_are_what_plotly_draws(tmp_path):
+    """Its Python knows every attribute, and refuses others."""
+    for figure in everything(tmp_path):
+        for trace in figure.traces:
+            plain = {name: value for name, value in trace.items() if name not in ("xs", "group", "view")}
+            PlotlyFigure(data=[plain | ({"x": trace["xs"]["time"]} if "xs" in trace else {})], layout=figure.layout)
+
+
+def test_error_bars_are_at_the_values_that_there_are():
+    series = {"clip": [(1024, 0.4, 0.02), (64, 0.2, 0.01)]}
+    figure = with_error_bars("Recall", series, x="batch", y="recall")
+    (trace,) = figure.traces
+    assert (trace["x"], trace["y"], trace["error_y"]["array"]) == ([64, 1024], [0.2, 0.4], [0.01, 0.02])
+    assert figure.layout["xaxis"]["type"] == "log"
+    assert figure.layout["xaxis"]["ticktext"] == ["64", "1,024"]
+    low, high, _ = with_error_bars("Recall", series, x="batch", y="recall", band=True).traces
+    assert (low["y"], high["y"]) == (pytest.approx([0.19, 0.38]), pytest.approx([0.21, 0.42]))
+    assert "plot-0-0" in data_of(render("A study", [Section("Recall", figures=[figure])]))["figures"]
+
+
+# ---- long curves
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 41, 1000, 1003])
+def test_thinning_keeps_the_ends_and_every_spike(length):
+    values = np.sin(np.arange(float(length)))
+    spikes = {place: value for place, value in {7: 9.0, 300: -9.0, 700: 5.0, 999: 50.0}.items() if place < length}
+    values[list(spikes)] = list(spikes.values())
+    kept = thinned(values, 10)
+    assert len(kept) <= 50
+    assert set(spikes) | ({0, length - 1} if length else set()) <= set(kept.tolist())
+    assert kept.tolist() == sorted(set(kept.tolist()))
+
+
+def test_thinning_keeps_a_gap():
+    values = np.ones(10_000)
+    values[4321] = math.nan
+    assert np.isnan(values[thinned(values, 10)]).any()
+
+
+def test_a_hundred_thousand_steps_are_fast_and_small(tmp_path):
+    metrics = [step_line(step, 5 / step + math.sin(step)) for step in range(1, 100_001)]
+    run = write_run(tmp_path, metrics)
+    out = tmp_path / "report.html"
+    started = time.process_time()
+    assert cli.main(["report", str(run), "-o", str(out)]) == 0
+    assert time.process_time() - started < 5
+    assert out.stat().st_size < 8e6
+    traces = data_of(out.read_text())["figures"]["plot-1-0"]["traces"]
+    assert 500 < len(unpacked(traces[0]["y"])) < 5000
+
+
+# ---- runs that nobody would wish for
+
+
+def test_a_run_without_metrics_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["report", str(tmp_path / "nowhere")])
+    error = capsys.readouterr().err
+    assert f"report: RUN must be the folder of a run, with a metrics.jsonl, got {tmp_path / 'nowhere'}" in error
+
+
+def test_a_run_given_twice_is_refused(tmp_path):
+    run = write_run(tmp_path / "run", [step_line(1)])
+    with pytest.raises(ValueError, match=r"every RUN must be given once, got .*run several times"):
+        read_runs([run, tmp_path / "x" / ".." / "run"])
+
+
+def test_a_folder_is_no_page_to_write(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [step_line(1)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["report", str(run), "-o", str(tmp_path)])
+    assert f"--out must be a file, got the folder {tmp_path}." in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [write_run(tmp_path / place / "run", [step_line(1)]) for place in ("a", "b")]
+    folders.append(write_run(tmp_path / "other", [step_line(1)]))
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "other"]
+
+
+def test_damaged_metrics_are_read_as_far_as_they_go(tmp_path):
+    run = write_run(tmp_path, [])
+    long = "1" + "0" * 400
+    lines = [
+        '{"step": 1, "train/loss": 2.0}',
+        "garbage",
+        "[1, 2]",
+        '{"train/loss": 1.0}',
+        '{"step": "7"}',
+        "",
+        "[" * 10**5,
+    ]
+    lines += ['{"step": 2, "train/loss": NaN, "note": "<b>", "list": [1]}', '{"step": true, "train/loss": 1}']
+    lines += [
+        f'{{"step": 3, "train/loss": {long}}}',
+        f'{{"step": {long}}}',
+        '{"step": 2, "train/loss": 4.0}',
+        '{"step": 4, "tr',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    (found,) = read_runs([run])
+    assert found.columns["train/loss"].steps.tolist() == [1, 2, 3]
+    assert found.columns["train/loss"].values.tolist() == [2.0, 4.0, math.inf]
+    assert found.notes[0] == "metrics.jsonl: 7 lines could not be read and are left out."
+    assert found.notes[1] == "metrics.jsonl: 2 values are not numbers and are left out."
+    assert "7 lines could not be read" in text_of(page(run))
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"step": 1, "tr'])
+def test_a_run_that_has_not_begun_is_a_page(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    text = text_of(page(tmp_path))
+    assert "metrics.jsonl has no step yet. There is no params.yaml. There is no environment.json." in text
+    assert 'name="axis"' not in text
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path):
+    losses = [1.0, "nan", "inf", "-inf", 1e300, 2.0]
+    run = write_run(tmp_path, [step_line(n + 1, loss) for n, loss in enumerate(losses)])
+    figure = figure_of(grouped(read_runs([run])), "Training loss")
+    assert figure.note == "Not finite, and so a gap: 3 of 6 values."
+    np.testing.assert_array_equal(unpacked(figure.traces[0]["y"]), [1.0, math.nan, math.nan, math.nan, 1e300, 2.0])
+
+
+@pytest.mark.parametrize("content", ["[1", "just text", "a: &a [*a]", "{1: {2: 3}}", "\x00"])
+def test_strange_settings_are_a_page(tmp_path, content):
+    run = write_run(tmp_path, [step_line(1)])
+    (run / "params.yaml").write_text(content)
+    (run / "environment.json").write_text(content)
+    assert "Training loss" in text_of(page(run))
+
+
+def hostile(tmp_path: Path) -> str:
+    lines = [step_line(1, "nan", **{EVIL: 1.0, "note": EVIL, "train/skipped_samples": 1}), step_line(2), val_line(2)]
+    run = write_run(tmp_path / EVIL.replace("/", "∕"), lines, model=EVIL)
+    (run / "environment.json").write_text(json.dumps({EVIL: EVIL}))
+    (run / "skipped.jsonl").write_text(json.dumps({"name": EVIL, "reason": EVIL}) + "\n")
+    (run / "nonfinite.jsonl").write_text(json.dumps({"step": EVIL, "train/loss": EVIL}) + "\n")
+    picture = Picture(f"data:image/png;base64,{DOT}", EVIL, right=True)
+    examples = Section(EVIL, [EVIL], examples=[Retrieved(EVIL, [picture])])
+    return page_of([*read_runs([run]), *read_runs([write_run(tmp_path / "other", lines)])], [examples])
+
+
+def test_text_of_runs_is_never_markup(tmp_path):
+    html = hostile(tmp_path)
+    assert html.count("<script") == 3
+    assert html.count("</script>") == 3
+    assert "<img src=x" not in html
+    assert html.count("&lt;/script&gt;&lt;script&gt;window.evil") > 8
+
+
+# ---- a run draws itself
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    return str(write_shapes(tmp_path_factory.mktemp("shapes")))
+
+
+FLAGS = ["--model", "tiny", "--global-batch-size", "32", "--steps", "4", "--val-steps", "2", "--workers", "0"]
+
+
+def test_train_writes_the_page_at_every_evaluation_and_at_the_end(shapes, tmp_path, monkeypatch):
+    written = []
+
+    def write(folders: list[Path], path: Path, *, examples: int) -> None:
+        real(folders, path, examples=examples)
+        written.append((len(path.parent.joinpath("metrics.jsonl").read_text().splitlines()), examples))
+
+    real = report_command.write_report
+    monkeypatch.setattr(report_command, "write_report", write)
+    run = train(tmp_path, "--train-data", shapes, "--val-data", shapes, *FLAGS, "--report")
+    assert written == [(3, 0), (6, 0), (6, report_command.EXAMPLES)]
+    text = text_of((run / "report.html").read_text())
+    assert text.count('<figure class="found">') == report_command.EXAMPLES
+    assert text.count("data:image/png;base64,") == 5 * report_command.EXAMPLES
+    assert "<td>commit</td>" in text
+    assert not list(run.glob("*.unfinished"))
+    (parts,) = parts_of_step(grouped(read_runs([run])))
+    assert [trace["name"] for trace in parts.traces] == ["waiting for data", "towers", "loss", "rest"]
+    assert all(trace["x"][0] >= 0 for trace in parts.traces)
+
+
+def test_examples_are_the_nearest_images_and_know_which_is_right(shapes, tmp_path):
+    run = train(tmp_path, "--train-data", shapes, "--val-data", shapes, *FLAGS)
+    found = retrieved(run, 3, 96)
+    assert [text for text, _ in found] == [
+        "black circle at the left",
+        "black circle at the right",
+        "black circle at the top",
+    ]
+    for text, matches in found:
+        assert len({match.text for match in matches}) == 96
+        assert [match.text for match in matches if match.right] == [text]
+
+
+def test_a_run_without_images_says_that_there_are_no_examples(tmp_path):
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
+    run = train(tmp_path, "--train-data", pairs, "--val-data", pairs, *FLAGS, "--report")
+    assert f"None: ValueError: --val-data must have images, got {pairs}." in text_of((run / "report.html").read_text())
+
+
+def test_a_page_that_cannot_be_written_does_not_end_the_run(shapes, tmp_path, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report_command, "write_report", fail)
+    run = train(tmp_path, "--train-data", shapes, "--val-data", shapes, *FLAGS, "--report")
+    assert (run / "out.log").read_text().count("report.html was not written: OSError: [Errno 28] No space left") == 3
+
+
+def test_without_plotly_the_flag_is_refused_at_the_start(shapes, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megabatch.train.command.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        train(tmp_path, "--train-data", shapes, *FLAGS, "--report")
+    assert "--report needs plotly, got none. Run pip install 'megabatch[report]'." in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    chromium = Browser(tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+# Pieces of text that lie over each other, or stick out of the window or of their figure.
+MISPLACED = """
+(() => {
+  const pieces = [], faults = [];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode, parent = node.parentElement, range = document.createRange();
+    if (!node.data.trim() || parent.closest("script, noscript") || !parent.checkVisibility()) continue;
+    range.selectNodeContents(node);
+    const inTable = parent.closest(".table"), figure = parent.closest("figure");
+    for (const box of range.getClientRects()) {
+      if (box.width < 1 || box.height < 1) continue;
+      if (!inTable && (box.left < 0 || box.right > innerWidth)) faults.push(`outside: ${node.data}`);
+      const frame = figure && figure.getBoundingClientRect();
+      if (frame && (box.left < frame.left || box.right > frame.right || box.bottom > frame.bottom))
+        faults.push(`outside of its figure: ${node.data}`);
+      pieces.push([node, box]);
+    }
+  }
+  pieces.forEach(([node, a], place) => pieces.slice(place + 1).forEach(([other, b]) => {
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (node !== other && across > 2 && down > 4) faults.push(`${node.data} over ${other.data}`);
+  }));
+  if (document.documentElement.scrollWidth > innerWidth) faults.push("the page is wider than its window");
+  return pieces.length ? faults : ["there is no text"];
+})()
+"""
+EMPTY = """
+[...document.querySelectorAll(".plot")].filter((plot) => !plot.querySelector(".main-svg .trace path")).map((plot) => plot.id)
+"""
+
+
+def assert_shown(browser: Browser, path: Path) -> None:
+    assert browser.log == []
+    assert browser.requests == [path.as_uri()]
+    assert browser.run("document.querySelectorAll('.plot').length") > 10
+    assert browser.run(EMPTY) == []
+    assert browser.run(MISPLACED) == []
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """A page of two settings, three seeds each, one with a long name."""
+    folder = tmp_path_factory.mktemp("many")
+    runs = []
+    for lr in (1e-3, 123456.789e-8):
+        for seed in range(3):
+            lines = [step_line(step, 5 / step + seed / 10) for step in range(1, 200)]
+            lines += [val_line(step, step / 400) for step in range(20, 200, 20)]
+            name = f"2026_11_18-11_35_00-ViT-B-32-clip-b{32768}-lr{lr:g}-seed{seed}"
+            runs.append(write_run(folder / name, lines, seed=seed, lr=lr, train_data="/data/" + "very-long-name" * 20))
+    path = folder / "report.html"
+    path.write_text(page(*runs))
+    return path
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_page_is_drawn_without_errors_or_a_network_and_its_text_has_room(browser, many, width, dark):
+    browser.open(many, width=width, dark=dark)
+    assert_shown(browser, many)
+    dark_ground = browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    assert dark_ground == dark
+
+
+def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(browser, many):
+    browser.open(many, width=1600)
+    traces = "document.querySelector('.plot').data.map((trace) => trace.name).length"
+    last_x = "Math.max(...document.querySelector('.plot')._fullData.at(-1).x)"
+    click = "document.querySelector('input[name={}][value=\"{}\"]').click()"
+    assert (browser.run(traces), browser.run(last_x)) == (6, 199)  # two means with two lines of a band each
+    browser.run(click.format("axis", "samples"))
+    assert browser.run(last_x) == 199 * 256
+    browser.run(click.format("axis", "time"))
+    assert browser.run(last_x) == pytest.approx(99.5)
+    assert browser.run("document.querySelector('.plot .xtitle').textContent") == "seconds of training"
+    browser.run(click.format("view", "runs"))
+    assert browser.run(traces) == 6
+    browser.run(click.format("group", 0))
+    assert browser.run(traces) == 3
+    browser.run(click.format("theme", "dark"))
+    assert browser.run("getComputedStyle(document.querySelector('.plot text')).fill") == "rgb(228, 231, 234)"
+    assert browser.log == []
+
+
+def test_a_plot_shows_values_under_the_mouse_and_zooms(browser, many):
+    browser.open(many, width=1600)
+    box = browser.run("document.querySelector('.plot .nsewdrag').getBoundingClientRect().toJSON()")
+    y = box["top"] + box["height"] / 2
+    browser.mouse("mouseMoved", box["left"] + 5, y)
+    browser.mouse("mouseMoved", box["left"] + 20, y)
+    wait = "new Promise((done) => setTimeout(done, 300))"
+    browser.run(wait)
+    assert "±" in browser.run("document.querySelector('.plot .hoverlayer').textContent")
+    browser.mouse("mousePressed", box["left"] + 20, y)
+    browser.mouse("mouseMoved", box["left"] + 90, y + 40)
+    browser.mouse("mouseReleased", box["left"] + 90, y + 40)
+    browser.run(wait)
+    low, high = browser.run("document.querySelector('.plot')._fullLayout.xaxis.range")
+    assert 0 < low < high < 150
+    buttons = browser.run("[...document.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title)")
+    assert len(set(buttons)) == 6
+    assert not any("loud" in title or "hare" in title for title in buttons)  # nothing is sent anywhere
+    assert browser.log == []
+
+
+def test_a_hostile_page_is_drawn_and_runs_nothing_of_it(browser, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(hostile(tmp_path))
+    browser.open(path, width=400)
+    assert browser.run("window.evil") is None
+    assert browser.run(EMPTY) == []
+    assert browser.requests == [path.as_uri()]
+    assert browser.log == []
+
+
+def test_the_browser_finds_what_is_wrong(browser, tmp_path):
+    """The tests above can fail."""
+    path = tmp_path / "wrong.html"
+    path.write_text(
+        "<html data-drawn=true><body><p>one<p style='margin-top:-2em'>two</p><p style='width:2000px'>wide</p>"
+        "<p style='margin-left:1990px'>far</p><img src='http://127.0.0.1:9/x.png'><script>throw Error('bad')</script>"
+    )
+    browser.open(path, width=400)
+    browser.run("new Promise((done) => setTimeout(done, 300))")
+    faults = browser.run(MISPLACED)
+    assert {"one over two", "outside: far", "the page is wider than its window"} <= set(faults)
+    assert any("bad" in line for line in browser.log)
+    assert "http://127.0.0.1:9/x.png" in browser.requests
