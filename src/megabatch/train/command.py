@@ -13,10 +13,10 @@ import torch
 from ..distributed.world import World, joined
 from . import checkpoint
 from .config import Config, Run, absolute, to_yaml
-from .evaluate import NoSamples
+from .evaluate import RunFailed
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loading import config_of
-from .loop import Diverged, TooManySkipped, Trainer
+from .loop import Trainer
 from .report import LOGGER, Report, SilentReport, holding_log
 from .run_folder import check_name, locked
 from .signals import exit_code, leaving_at_once
@@ -42,6 +42,7 @@ def main(options: argparse.Namespace) -> int:
         with usage_errors("train"):
             config, resume = _read(given_flags(options))
             device = device_of(config)
+        torch.set_float32_matmul_precision("high" if config.optimization.tf32 else "highest")
         world = stack.enter_context(joined(device, control_group=False))
         with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
             del resume
             config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
-                checkpoint.Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
+                trainer.checkpoints.clear_unfinished()
                 data = json.dumps(trainer.data, indent=1).encode()
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))
@@ -65,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         report.replay(held)
         try:
             return exit_code(trainer.run(report))
-        except (Diverged, NoSamples, TooManySkipped) as error:
+        except RunFailed as error:
             report.warn(str(error))
         except checkpoint.WriteFailed as error:
             report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")
