@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -242,11 +241,6 @@ def _options() -> Iterator[Option]:
 
 
 OPTIONS = {option.name: option for option in _options()}
-
-
-def nearest(name: str, known: Mapping[str, object]) -> str:
-    """The known name that looks most like it."""
-    return get_close_matches(name, known, n=1, cutoff=0)[0]
 
 
 def said(error: Exception) -> str:

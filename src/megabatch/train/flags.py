@@ -5,11 +5,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
-from .config import OPTIONS, SECTIONS, Config, Option, check, nearest
+from .config import OPTIONS, SECTIONS, Config, Option, check
 
 # Flags of other programs that are not flags here, and what to do instead.
 _ADVICE = {
@@ -164,7 +165,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if advice := REFUSED.get("--" + name.replace("_", "-")):
             refuse(node, f"{name} is not a key here. {advice}")
         if name not in OPTIONS:
-            refuse(node, f"{name} is not known. Perhaps {nearest(name, {**OPTIONS, **SECTIONS})} is meant.")
+            (near,) = get_close_matches(name, [*OPTIONS, *SECTIONS], n=1, cutoff=0)
+            refuse(node, f"{name} is not known. Perhaps {near} is meant.")
         if node.tag not in _PLAIN:
             refuse(node, f"{name} must be {OPTIONS[name].rule}, got {_shown(node)}.")
         try:

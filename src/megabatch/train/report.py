@@ -267,15 +267,9 @@ def _cut(path: Path, last_step: int) -> int:
     if not path.exists():
         return 0
     *lines, _ = path.read_bytes().split(b"\n")
-    steps = [_step_of(line) for line in lines]
-    kept = [line + b"\n" for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
-    atomically(path, lambda file: file.writelines(kept))
-    return steps.count(None)
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
+    steps = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            steps.append((int(json.loads(line)["step"]), line + b"\n"))
+    atomically(path, lambda file: file.writelines(line for step, line in steps if step <= last_step))
+    return len(lines) - len(steps)
