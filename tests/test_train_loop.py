@@ -127,6 +127,13 @@ def test_half_precision_trains_as_float32_does(shapes, plain, tmp_path, precisio
     assert all(value.dtype == torch.float32 for value in weights(run).values() if value.is_floating_point())
 
 
+@pytest.mark.parametrize(("flags", "precision"), [([], "highest"), (["--tf32"], "high")])
+def test_products_are_tf32_only_where_asked(shapes, tmp_path, request, flags, precision):
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    train(tmp_path, "--train-data", shapes, *QUICK, "--steps", "1", *flags)
+    assert torch.get_float32_matmul_precision() == precision
+
+
 def test_texts_train_a_text_tower_alone(tmp_path):
     pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
     flags = ["--train-data", pairs, "--val-data", pairs, "--global-batch-size", "64", "--workers", "0", "--lr", "3e-3"]

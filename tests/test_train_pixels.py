@@ -1,7 +1,6 @@
 """Pixels are those that open_clip and transformers make of the same file, to the bit, and stay so in checkpoints."""
 
 import dataclasses
-import functools
 import io
 import json
 import types
@@ -26,46 +25,18 @@ from megabatch.train.preprocessing import Preprocessing, random_box
 from megabatch.train.towers import hugging_face, make_towers
 from megabatch.train.towers import open_clip as open_clip_towers
 from megabatch.train.towers.tiny import TinyTowers
+from tools import pixels as tool
 
 from .shims import import_torchvision
-from .test_train_data import Listed, encoded, tokenize
+from .test_train_data import Listed, tokenize
 from .training import train, write_shapes
 
 import_torchvision()
 
 
-@functools.cache
 def files() -> dict[str, bytes]:
-    """A photograph in the formats, modes and shapes that data has."""
-    datasets = pytest.importorskip("sklearn.datasets")
-    photo = Image.fromarray(datasets.load_sample_image("china.jpg"))  # 640 x 427
-    grey = photo.convert("L")
-    alpha = photo.copy()
-    alpha.putalpha(grey.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    palette = photo.quantize(64)
-    sixteen = Image.new("I;16", photo.size)
-    sixteen.putdata([3 * value for value in grey.tobytes()])
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    found = {
-        "jpeg": encoded(photo, "JPEG"),
-        "grey": encoded(grey),
-        "black and white": encoded(photo.convert("1")),
-        "cmyk": encoded(photo.convert("CMYK"), "JPEG"),
-        "palette": encoded(palette),
-        "palette with a transparent colour": encoded(palette, transparency=3),
-        "palette with transparency": encoded(palette, transparency=bytes(range(0, 256, 4))),
-        "alpha": encoded(alpha),
-        "grey with alpha": encoded(alpha.convert("LA")),
-        "sixteen bits": encoded(sixteen),
-        "turned by a camera": encoded(photo, "JPEG", exif=turned),
-        "webp with alpha": encoded(alpha, "WEBP"),
-        "gif": encoded(photo, "GIF"),
-        "bmp": encoded(photo, "BMP"),
-    }
-    for size in [(123, 641), (641, 101), (225, 224), (224, 224), (50, 31), (1, 1)]:
-        found["{} x {}".format(*size)] = encoded(photo.resize(size))
-    return found
+    pytest.importorskip("sklearn.datasets")
+    return tool.files()
 
 
 def pixels(preprocessing: Preprocessing, data: bytes, *, rgb_first: bool = False) -> Tensor:
@@ -204,6 +175,16 @@ def test_a_processor_that_cannot_be_followed_is_refused(change: dict[str, Any], 
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=f"--model: .*{message}.* in "):
         hugging_face._preprocessing(str(tmp_path), "clip", vision(224))
+
+
+def test_pixels_differ_only_from_those_that_are_not_resized_by_pillow() -> None:
+    """The table of the changelog. Cutting before resizing, which megabatch once did, would show in every row."""
+    assert files()
+    rows = tool.differences()
+    for library, kind, _, ours in rows:
+        assert ours < (1 if "torchvision" in library else 1e-4), (library, kind)  # of 255; rounding of floats
+    for library in {row[0] for row in rows}:
+        assert max(cut_first for each, _, cut_first, _ in rows if each == library) > 1
 
 
 # ---- in checkpoints

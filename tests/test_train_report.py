@@ -373,7 +373,7 @@ def test_wandb_has_every_value_of_every_step(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged = []
     with make(tmp_path / "run", report_to="wandb,tensorboard", wandb_project_name="ours") as report:
-        assert (wandb.run.name, wandb.run.id, wandb.run.project) == ("run", "run", "ours")
+        assert (wandb.run.name, wandb.run.project) == ("run", "ours")
         original = wandb.run.log
 
         def log(values, step):
@@ -386,6 +386,17 @@ def test_wandb_has_every_value_of_every_step(tmp_path, monkeypatch):
     assert logged == [({"train/loss": 0.5}, 1), ({"val/loss": 0.25}, 1)]
     assert wandb.run is None
     assert scalars(tmp_path / "run")
+
+
+def test_wandb_has_a_run_for_each_folder_and_goes_on_with_it(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for folder in ("a/run", "b/run", "a/run"):
+        with make(tmp_path / folder, report_to="wandb"):
+            ids.append(wandb.run.id)
+    assert ids[0] == ids[2] != ids[1]
 
 
 def test_without_its_package_wandb_is_refused(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from megabatch.train.data import open_source
 from megabatch.train.loading import config_of
 from megabatch.train.report import Report
 from megabatch.train.run_folder import locked
+from megabatch.train.skipped import SkipList
 
 from .ranks import PATIENCE, new_process
 from .training import losses, steps, train, write_pairs, write_shapes
@@ -197,6 +198,32 @@ def test_torchrun_restarts_after_a_killed_rank(shapes, tmp_path):
     whole = [*torchrun, "-m", "megabatch", *words, "--name", "whole"]
     assert subprocess.run(whole, check=False, timeout=PATIENCE, capture_output=True).returncode == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_ranks_end_with_a_torchrun_that_was_killed(shapes, tmp_path, monkeypatch):
+    """Otherwise they would train on, and the run that comes next would wait for its folder."""
+    monkeypatch.setattr(run_folder, "PATIENCE", 60.0)
+    words = ["train", "--train-data", shapes, "--logs-dir", str(tmp_path), "--name", "run", *FLAGS]
+    words += ["--steps", "1000000", "--save-steps", "1000000"]
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megabatch", *words],
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert torchrun.poll() is None
+        time.sleep(0.1)
+    ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    torchrun.kill()
+    torchrun.wait()
+    try:
+        with locked(tmp_path / "run", ALONE, waits=True):
+            pass
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(int(rank), signal.SIGKILL)
 
 
 # ---- the data
@@ -458,7 +485,7 @@ def fill_the_disk(words: list[str], what: str) -> None:
 
     def step(self, number, values):
         if number == 2:
-            limit = 2**20 if what == "checkpoint" else self._metrics.tell() + 20
+            limit = 2**20 if what == "checkpoint" else self._metrics.stat().st_size + 20
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         original(self, number, values)
 
@@ -481,6 +508,30 @@ def test_a_full_disk_is_told_in_a_line_and_loses_nothing(shapes, three_steps, tm
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001.pt"]
     assert resume(run) == 0
     assert losses(run) == losses(three_steps)
+
+
+def fill_the_disk_before_the_list(words: list[str]) -> None:
+    original = SkipList.write_new
+
+    def write_new(self, world):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+        return original(self, world)
+
+    SkipList.write_new = write_new
+    raise SystemExit(cli.main(words))
+
+
+def test_a_full_disk_is_told_in_a_line_where_skipped_samples_are_listed(tmp_path):
+    shapes = write_shapes(tmp_path / "shapes")
+    next(shapes.parent.glob("*.png")).write_bytes(b"no image")
+    words = ["train", "--train-data", str(shapes), "--logs", str(tmp_path), "--name", "run", *FLAGS, "--steps", "6"]
+    program = f"from {__name__} import fill_the_disk_before_the_list as fill; fill({words!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, timeout=PATIENCE, stderr=subprocess.PIPE, text=True
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "skipped.jsonl'. What was saved before is whole: make room" in ended.stderr
 
 
 # ---- signals

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .processes import end_with
+
 # How long a rank waits for another inside a call: it may be compiling kernels. And outside, for one that still waits.
 PATIENCE, LONGER = timedelta(minutes=5), timedelta(minutes=30)
 
@@ -88,6 +90,8 @@ def _join(launch: "Launch", place: torch.device, patience: timedelta) -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     meet: Any = rendezvous  # which torch has not typed
     store, rank, size = next(meet(launch.url, launch.rank, launch.size, timeout=patience))
     # torchrun keeps one store for all restarts: ranks would meet the addresses of those that died.

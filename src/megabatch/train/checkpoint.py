@@ -8,14 +8,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .config import said
+from .config import must
 
 State = dict[str, Any]
 
@@ -49,11 +49,8 @@ class Checkpoints:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{state['global_step']:08d}.pt"
-        with _writing(path) as unfinished:
-            _write_to_disk(unfinished, lambda file: torch.save(state, file))
-            names = ["best.pt"] * is_best + ["epoch_latest.pt"] * for_open_clip
-            for name in names:
-                _name_as_well(unfinished, self.folder / name)
+        names = ["best.pt"] * is_best + ["epoch_latest.pt"] * for_open_clip
+        atomically(path, lambda file: torch.save(state, file), also=[self.folder / name for name in names])
         if self.keep:
             for old in list(self)[: -self.keep]:
                 old.unlink()
@@ -90,13 +87,10 @@ def load(path: Path) -> State:
     return state
 
 
-@contextmanager
-def reading(path: Path, what: str, advice: str) -> Iterator[None]:
+def reading(path: Path, what: str, advice: str) -> AbstractContextManager[None]:
     """For what is made of a checkpoint, which may be another's or malformed."""
-    try:
-        yield
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint: {path} must fit {what}, got {said(error)}. {advice}") from error
+    malformed = (RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+    return must(f"checkpoint: {path} must fit {what}", advice, malformed)
 
 
 def _check_sums(path: Path) -> None:
@@ -108,32 +102,40 @@ def _check_sums(path: Path) -> None:
             raise zipfile.BadZipFile(f"{damaged} is damaged")
 
 
-def atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """The file at `path` is the old one or the new one, whenever the machine stops."""
-    with _writing(path) as unfinished:
-        _write_to_disk(unfinished, write)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """Another name to write under, which becomes `path`. If anything fails, it is removed."""
-    unfinished = path.with_name(path.name + _UNFINISHED)
+def append(path: Path, text: str, *, sync: bool = False) -> None:
+    """At the end of a file. What a full disk takes of it is no whole line, which readers pass over."""
     try:
-        yield unfinished
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise WriteFailed(error.errno, error.strerror, str(path)) from None
+
+
+def atomically(path: Path, write: Callable[[IO[bytes]], object], *, also: Sequence[Path] = ()) -> None:
+    """The file at `path` is the old one or the new one, whenever the machine stops.
+
+    Names in `also` are of the same file, and are given to it before its own.
+    """
+    unfinished, *others = (name.with_name(name.name + _UNFINISHED) for name in (path, *also))
+    try:
+        with open(unfinished, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        for other, name in zip(others, also, strict=True):
+            _link(unfinished, other)
+            os.replace(other, name)
         os.replace(unfinished, path)
         _sync(path.parent)
     except BaseException as error:
-        unfinished.unlink(missing_ok=True)
+        for left in (unfinished, *others):
+            left.unlink(missing_ok=True)
         if (cause := _os_error(error)) is None:
             raise
         raise WriteFailed(cause.errno, cause.strerror, str(path)) from error
-
-
-def _write_to_disk(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    with open(path, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -143,13 +145,12 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _name_as_well(path: Path, name: Path) -> None:
-    with _writing(name) as second:
-        second.unlink(missing_ok=True)
-        try:
-            os.link(path, second)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, second)
+def _link(path: Path, name: Path) -> None:
+    name.unlink(missing_ok=True)
+    try:
+        os.link(path, name)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, name)
 
 
 def _sync(folder: Path) -> None:

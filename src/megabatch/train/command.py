@@ -15,10 +15,10 @@ from ..distributed.world import World, joined
 from ..machine import machine
 from . import checkpoint
 from .config import Config, Run, absolute, to_yaml
-from .evaluate import NoSamples
+from .evaluate import RunFailed
 from .flags import REFUSED, add_flags, given_flags, read_config, read_yaml, usage_errors
 from .loading import config_of
-from .loop import Diverged, TooManySkipped, Trainer
+from .loop import Trainer
 from .report import LOGGER, Report, SilentReport, holding_log
 from .run_folder import check_name, locked
 from .signals import exit_code, leaving_at_once
@@ -46,6 +46,7 @@ def main(options: argparse.Namespace) -> int:
             device = device_of(config)
             if config.run.report and find_spec("plotly") is None:
                 raise ModuleNotFoundError("--report needs plotly, got none. Run pip install 'megabatch[report]'.")
+        torch.set_float32_matmul_precision("high" if config.optimization.tf32 else "highest")
         world = stack.enter_context(joined(device, control_group=False))
         with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]
@@ -57,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
             del resume
             config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
-                checkpoint.Checkpoints(folder / "checkpoints", run.keep).clear_unfinished()
+                trainer.checkpoints.clear_unfinished()
                 data, facts = (json.dumps(each, indent=1).encode() for each in (trainer.data, machine(world)))
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "environment.json", lambda file: file.write(facts))
@@ -70,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
         report.replay(held)
         try:
             return exit_code(trainer.run(report))
-        except (Diverged, NoSamples, TooManySkipped) as error:
+        except RunFailed as error:
             report.warn(str(error))
         except checkpoint.WriteFailed as error:
             report.warn(f"{error}. What was saved before is whole: make room, then go on with --resume latest.")

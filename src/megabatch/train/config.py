@@ -8,8 +8,8 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -111,6 +111,7 @@ class Optimization:
         "amp: autocast to float16; amp_bf16: to bfloat16. Weights stay float32: OpenCLIP's bf16 and fp16 are refused",
         choices=("fp32", "amp", "amp_bf16", "amp_bfloat16"),
     )
+    tf32: bool = _option(False, "float32 products as TF32 on GPUs that have it, which OpenCLIP always does")
     grad_clip_norm: float | None = _option(None, "clip the gradient to this norm", above=0)
     max_nonfinite: int = _option(10, "end the run after this many non-finite steps in a row", at_least=1)
 
@@ -243,14 +244,18 @@ def _options() -> Iterator[Option]:
 OPTIONS = {option.name: option for option in _options()}
 
 
-def nearest(name: str, known: Mapping[str, object]) -> str:
-    """The known name that looks most like it."""
-    return get_close_matches(name, known, n=1, cutoff=0)[0]
-
-
 def said(error: Exception) -> str:
     """On one line, to be followed by a full stop."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+
+
+@contextmanager
+def must(rule: str, advice: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """What fails within becomes a ValueError: what must be, what came, and what to do."""
+    try:
+        yield
+    except errors as error:
+        raise ValueError(f"{rule}, got {said(error)}. {advice}") from error
 
 
 # ---- what is kept with a run

@@ -32,8 +32,8 @@ RECALLS = (1, 5, 10)
 Figures = dict[str, float]
 
 
-class NoSamples(ValueError):
-    """There is nothing to evaluate on."""
+class RunFailed(ValueError):
+    """A run cannot go on. The text says why, and what to do."""
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def _validation(towers: Towers, source: Source, config: Config, world: World) ->
     features, ids, texts, owners, skipped = _encode(towers, source, config, world)
     rows = sum(world.gather(len(ids)))
     if rows == 0:
-        raise NoSamples(f"--val-data must have samples, got {skipped} that were all skipped. Look at its files.")
+        raise RunFailed(f"--val-data must have samples, got {skipped} that were all skipped. Look at its files.")
     with autocast(world.device, config.optimization.precision):
         loss, _ = Objective(replace(config.loss, dense_loss=False), world)(features, ids)
     first, second = ("query" if source.texts_only else "image"), "text"
@@ -152,6 +152,6 @@ def _zero_shot(towers: Towers, folder: ImageFolder, config: Config, world: World
             top1, top5 = top1 + int(right[:, 0].sum()), top5 + int(right.any(1).sum())
     top1, top5, rows, skipped = map(sum, zip(*world.gather((top1, top5, rows, skipped)), strict=True))
     if rows == 0:
-        raise NoSamples(f"--zeroshot-data must have images, got {skipped} that were all skipped. Look at its files.")
+        raise RunFailed(f"--zeroshot-data must have images, got {skipped} that were all skipped. Look at its files.")
     figures = {"zeroshot/top1": top1 / rows, "zeroshot/top5": top5 / rows}
     return figures | {"zeroshot/samples": rows, "zeroshot/skipped_samples": skipped}

@@ -5,54 +5,45 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NoReturn
 
-from .config import OPTIONS, SECTIONS, Config, Option, check, nearest
+from .config import OPTIONS, SECTIONS, Config, Option, check
 
 # Flags of other programs that are not flags here, and what to do instead.
 _ADVICE = {
     "batch-size": "It means per GPU elsewhere. Use --global-batch-size for the samples per step on all ranks together, "
     "and --chunk-size for those per rank whose activations are held at a time.",
     "accum-freq": "Use --chunk-size: it limits memory, and the loss still sees the whole --global-batch-size.",
-    "local-loss": "Leave it out: the loss always covers all ranks, and no rank holds the whole matrix.",
-    "gather-with-grad": "Leave it out: gradients always reach all ranks.",
-    "loss-dist-impl": "Leave it out: features are passed round a ring of ranks.",
+    "local-loss gather-with-grad loss-dist-impl": "Leave it out: loss and gradients always cover all ranks, and no "
+    "rank holds the whole matrix.",
     "siglip": "Use --loss siglip.",
     "zeroshot-frequency": "Use --val-frequency: both are evaluated at the same steps.",
-    "fsdp": "Leave it out: towers are replicated (DDP).",
-    "dist-backend": "Leave it out: nccl on GPUs, gloo on CPUs.",
-    "horovod dist-url": "Use torchrun.",
-    "delete-previous-checkpoint": "Use --keep 1.",
-    "save-most-recent": "Leave it out: the last --keep checkpoints are kept.",
+    "fsdp ddp-static-graph use-bn-sync": "Leave it out: towers are replicated (DDP), and reduced once a step.",
+    "horovod dist-url dist-backend no-set-device-rank": "Use torchrun or srun: a rank takes the GPU of its local rank.",
+    "delete-previous-checkpoint save-most-recent": "Use --keep: so many of the last checkpoints are kept.",
     "aug-cfg": "Use --crop-scale: a random crop is the only augmentation.",
     "image-mean image-std image-interpolation image-resize-mode": "Leave it out: pixels are the model's own.",
-    "use-bn-sync": "Leave it out: batch norm sees one chunk of one rank.",
     "skip-scheduler": "Use --lr-scheduler const.",
     "model-ema": "Use --ema-decay.",
-    "opt opt-kwargs": "Leave it out: it is AdamW, with --beta1, --beta2, --eps and --wd.",
-    "momentum": "Use --beta1.",
-    "wd-exclude layer-decay image-layer-decay text-layer-decay": "Leave it out: --lr and --wd are those of all layers.",
-    "lock-text": "Leave it out: only the image tower can be locked, by --lock-image.",
-    "lock-text-unlocked-layers lock-text-freeze-layer-norm": "Leave it out: the text tower is always trained.",
-    "lock-image-unlocked-groups lock-image-freeze-bn-stats": "Leave it out: --lock-image locks the whole image tower.",
+    "opt opt-kwargs momentum": "Use --beta1, --beta2, --eps and --wd: the optimizer is AdamW.",
+    "wd-exclude layer-decay image-layer-decay text-layer-decay": "Use --lr and --wd, which are those of all layers.",
+    "lock-text lock-text-unlocked-layers lock-text-freeze-layer-norm lock-image-unlocked-groups "
+    "lock-image-freeze-bn-stats": "Use --lock-image: it locks the whole image tower. The text tower is always trained.",
     "pretrained-image": "Use --pretrained, which loads both towers.",
-    "force-patch-dropout": "Use a --model whose configuration has patch_dropout.",
-    "force-custom-text": "Leave it out: the configuration of --model says it.",
+    "force-custom-text force-patch-dropout": "Use a --model whose configuration has it.",
     "force-quick-gelu": "Use the model's -quickgelu name.",
     "torchscript trace": "Use --torchcompile.",
-    "use-bnb-linear": "Leave it out: products are those of --precision.",
-    "ddp-static-graph": "Leave it out: gradients are reduced once per step already.",
-    "no-set-device-rank": "Leave it out: a rank takes the GPU of its local rank.",
+    "use-bnb-linear": "Use --precision, which is that of products.",
     "imagenet-val imagenet-v2": "Use --zeroshot-data FOLDER --classnames imagenet --templates imagenet.",
     "distill-model distill-pretrained": "Leave it out: there is no distillation.",
     "coca-caption-loss-weight coca-contrastive-loss-weight": "Leave it out: there is no captioning.",
     "cache-dir": "Set HF_HOME.",
     "wandb-notes": "Set WANDB_NOTES.",
-    "copy-codebase": "Leave it out: params.yaml has the settings, and a checkpoint the version.",
-    "debug log-local": "Leave it out: rank 0 writes out.log, with all there is.",
-    "remote-sync remote-sync-frequency remote-sync-protocol": "Leave it out: put --logs where it is kept.",
+    "copy-codebase debug log-local remote-sync remote-sync-frequency remote-sync-protocol": "Use --logs: rank 0 writes "
+    "all there is of a run to its folder there.",
 }
 REFUSED = {f"--{flag}": advice for flags, advice in _ADVICE.items() for flag in flags.split()}
 
@@ -147,12 +138,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
     values: dict[str, Any] = {}
-    sections: set[str] = set()
+    seen: set[tuple[str, bool]] = set()
 
     def refuse(node: Any, why: str) -> NoReturn:
         raise ValueError(f"{path}, line {node.start_mark.line + 1}: {why}")
 
     def read(node: Any, what: str) -> None:
+        if node.tag == _NULL:
+            return
         if not isinstance(node, yaml.MappingNode):
             refuse(node, f"{what} must be made of keys and values, got {_shown(node)}.")
         for key, value in node.value:
@@ -160,20 +153,20 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
                 refuse(key, "a key must be a word.")
             name = key.value
             is_section = name in SECTIONS and (isinstance(value, yaml.MappingNode) or name not in OPTIONS)
-            if name in (sections if is_section else values):
+            if (name, is_section) in seen:
                 refuse(key, f"{name} is there twice. Keep one.")
-            if not is_section:
-                values[name] = parsed(name, value)
-                continue
-            sections.add(name)
-            if value.tag != _NULL:
+            seen.add((name, is_section))
+            if is_section:
                 read(value, name)
+            else:
+                values[name] = parsed(name, value)
 
     def parsed(name: str, node: Any) -> Any:
         if advice := REFUSED.get("--" + name.replace("_", "-")):
             refuse(node, f"{name} is not a key here. {advice}")
         if name not in OPTIONS:
-            refuse(node, f"{name} is not known. Perhaps {nearest(name, {**OPTIONS, **SECTIONS})} is meant.")
+            (near,) = get_close_matches(name, [*OPTIONS, *SECTIONS], n=1, cutoff=0)
+            refuse(node, f"{name} is not known. Perhaps {near} is meant.")
         if node.tag not in _PLAIN:
             refuse(node, f"{name} must be {OPTIONS[name].rule}, got {_shown(node)}.")
         try:
@@ -187,7 +180,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"--config must be YAML, got {path}: {error}") from None
     except OSError as error:
         raise ValueError(f"--config must be a file that can be read, got {path}: {error.strerror}.") from None
-    if root is not None and root.tag != _NULL:
+    if root is not None:
         read(root, "the file")
     return values
 

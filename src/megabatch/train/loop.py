@@ -30,7 +30,7 @@ from .data import open_classes, open_held_out, open_train
 from .data.loader import RankBatch, Requests, batches
 from .data.order import Order
 from .encoding import make_encoder, make_prepare
-from .evaluate import Figures, evaluate
+from .evaluate import Figures, RunFailed, evaluate
 from .feature_cache import FeatureCache
 from .fingerprint import difference
 from .introduction import introduce
@@ -43,14 +43,6 @@ from .towers import Towers, make_towers
 from .towers.open_clip import OpenClipTowers
 
 _FEW_SAMPLES = 1000  # of which any share may be skipped: too few to tell
-
-
-class Diverged(RuntimeError):
-    """Too many steps in a row without a finite loss and gradient."""
-
-
-class TooManySkipped(RuntimeError):
-    """A larger share of the samples than --max-skipped."""
 
 
 @dataclass
@@ -148,7 +140,7 @@ class Trainer:
                 values |= self.costs(facts.rows, data_seconds, time.perf_counter() - started)
                 self.report.step(self.progress.step, values | self._progress_values())
                 if self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite:
-                    raise Diverged(
+                    raise RunFailed(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
                         "nonfinite.jsonl. If those could not be read, look at the data; else go on from the last "
                         "checkpoint with a lower --lr, --grad-clip-norm, or --precision amp_bf16 for amp."
@@ -167,7 +159,7 @@ class Trainer:
     def _check_skipped(self) -> None:
         skipped, most = self.progress.skipped_samples, self.config.data.max_skipped
         if skipped > most * max(self.progress.samples + skipped, _FEW_SAMPLES):
-            raise TooManySkipped(
+            raise RunFailed(
                 f"--max-skipped must be at least the share of samples that are skipped, got {most:g}, and "
                 f"{skipped} of {self.progress.samples + skipped} were: {self.skips.summary()}. All of them are in "
                 "skipped.jsonl. Mend the data, or allow more, and go on with --resume latest."
@@ -205,7 +197,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = self.towers.logit_scale.exp().item()
-        values = {"train/loss": math.nan, "train/accuracy": math.nan, "train/grad_norm": math.nan}
+        values = dict.fromkeys(("train/loss", "train/accuracy", "train/grad_norm"), math.nan)
         if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(optimization.stable_seed(self.config.run.seed, step, self.world.rank))
@@ -235,14 +227,9 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
-        values = {
-            "train/loss": loss.item(),
-            "train/accuracy": accuracy.item(),
-            "train/grad_norm": norm.item(),
-        }
-        if optimization.is_finite(
-            values
-        ):  # of the loss over all ranks, and of the gradients that they share: the same on each
+        values = {"train/loss": loss.item(), "train/accuracy": accuracy.item(), "train/grad_norm": norm.item()}
+        # Of the loss over all ranks, and of the gradients that they share: the same on each.
+        if optimization.is_finite(values):
             if options.grad_clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, options.grad_clip_norm, norm)
             self.scaler.step(self.optimizer)

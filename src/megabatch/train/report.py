@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import MemoryHandler
@@ -25,7 +26,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .checkpoint import WriteFailed, atomically
+from .checkpoint import append, atomically
 from .config import Run, said
 
 Recorder = Callable[[int, Mapping[str, float]], None]
@@ -56,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [numbers(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-class Report:
+class Report(ExitStack):
     """Of one run. `step` is the number of steps that are done, in all methods.
 
     Args:
@@ -67,6 +68,7 @@ class Report:
     def __init__(
         self, folder: Path, run: Run, *, total_steps: int, first_step: int, console: Console | None = None
     ) -> None:
+        super().__init__()
         self.total_steps, self.first_step, self.log_every = total_steps, first_step, run.log_every_n_steps
         self._bar: _Bar | None = None
         self._folder, self._writes_page, self._last_step = folder, run.report, first_step
@@ -79,11 +81,9 @@ class Report:
                 self._recorders.append(_open_tensorboard(folder / "tensorboard", first_step, stack))
             if run.report_to == "all" or "wandb" in run.report_to:
                 self._recorders.append(_open_wandb(folder, run.wandb_project_name, stack))
-            path = folder / "metrics.jsonl"
-            unreadable = _cut(path, first_step)
-            self._not_finite = folder / "nonfinite.jsonl"
+            self._metrics, self._not_finite = folder / "metrics.jsonl", folder / "nonfinite.jsonl"
+            unreadable = _cut(self._metrics, first_step)
             _cut(self._not_finite, first_step)
-            self._metrics = stack.enter_context(path.open("a", encoding="utf-8"))
             live = console.is_interactive
             terminal = logging.StreamHandler(FileProxy(console, console.file) if live else console.file)
             terminal.addFilter(lambda record: not getattr(record, "file_only", False))
@@ -92,9 +92,9 @@ class Report:
             stack.enter_context(_logging_to(terminal, file))
             if live:
                 self._bar = stack.enter_context(_Bar(console, total_steps, first_step))
-            self._stack = stack.pop_all()
+            self.push(stack.pop_all())
         if unreadable:
-            self.warn(f"{path}: {unreadable} lines could not be read, and were dropped")
+            self.warn(f"{self._metrics}: {unreadable} lines could not be read, and were dropped")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._record(step, values)
@@ -113,8 +113,7 @@ class Report:
 
     def not_finite(self, step: int, values: Mapping[str, float], samples: Sequence[str]) -> None:
         """The samples of a step from which nothing could be learned, in nonfinite.jsonl."""
-        with self._not_finite.open("a", encoding="utf-8") as file:
-            file.write(_json(step, values, samples=samples))
+        append(self._not_finite, _json(step, values, samples=samples))
 
     def say(self, text: str) -> None:
         LOGGER.info(text)
@@ -127,18 +126,13 @@ class Report:
         for record in held:
             LOGGER.handle(record)
 
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error = raised[1]
         if isinstance(error, Exception):  # Python shows it on the terminal
             LOGGER.error("the run ended with an error", exc_info=error, extra={"file_only": True})
         if error is None or isinstance(error, Exception):
             self._write_page(examples=self._last_step == self.total_steps)
-        self.close()
+        super().__exit__(*raised)
 
     def _write_page(self, *, examples: bool) -> None:
         """report.html, as of now. No run ends because it cannot be drawn."""
@@ -153,13 +147,7 @@ class Report:
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
         self._last_step = step
-        try:
-            self._metrics.write(_json(step, values))
-            self._metrics.flush()
-        except OSError as error:
-            with suppress(OSError):  # it would try again to write the rest
-                self._metrics.close()
-            raise WriteFailed(error.errno, error.strerror, str(self._metrics.name)) from None
+        append(self._metrics, _json(step, values))
         for record in self._recorders:
             record(step, values)
 
@@ -168,12 +156,12 @@ class SilentReport(Report):
     """For the other ranks: it can be told everything, and shows nothing."""
 
     def __init__(self) -> None:
-        pass
+        ExitStack.__init__(self)
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    step = validation = not_finite = say = warn = replay = close = __exit__ = _nothing
+    step = validation = not_finite = say = warn = replay = __exit__ = _nothing
 
 
 # ---- on the terminal
@@ -252,12 +240,18 @@ def holding_log() -> Iterator[list[logging.LogRecord]]:
 
 
 def _open_wandb(folder: Path, project: str, stack: ExitStack) -> Recorder:
-    """A run of the same name goes on. What it has of a step already stays: a resumed run has the same values."""
+    """What it has of a step already stays: a resumed run has the same values.
+
+    Its id is kept in the folder: runs of one name in two folders are two.
+    """
     try:
         import wandb
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("--report-to wandb needs wandb, got none. Run pip install wandb.") from error
-    run = wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), resume="allow")
+    kept = folder / "wandb.id"
+    if not kept.exists():
+        atomically(kept, lambda file: file.write(uuid.uuid4().hex.encode()))
+    run = wandb.init(project=project, name=folder.name, id=kept.read_text(), dir=str(folder), resume="allow")
     stack.callback(run.finish)
     return lambda step, values: run.log(dict(values), step=step)
 
@@ -290,15 +284,9 @@ def _cut(path: Path, last_step: int) -> int:
     if not path.exists():
         return 0
     *lines, _ = path.read_bytes().split(b"\n")
-    steps = [_step_of(line) for line in lines]
-    kept = [line + b"\n" for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
-    atomically(path, lambda file: file.writelines(kept))
-    return steps.count(None)
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
+    steps = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            steps.append((int(json.loads(line)["step"]), line + b"\n"))
+    atomically(path, lambda file: file.writelines(line for step, line in steps if step <= last_step))
+    return len(lines) - len(steps)

@@ -20,9 +20,7 @@ ONE_REQUEST_SECONDS = 5.0
 
 def exit_code(number: int) -> int:
     """Of a run that a signal has ended, or that ended by itself (0)."""
-    if number == 0:
-        return 0
-    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+    return {0: 0, signal.SIGINT: INTERRUPTED}.get(number, REQUEUE)
 
 
 @contextmanager

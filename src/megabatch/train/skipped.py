@@ -5,7 +5,6 @@ by a replay of its step: that takes it from here, and leaves it out too.
 """
 
 import json
-import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.world import World
+from .checkpoint import append
 from .data.loader import RankBatch
 
 NAMED = 5  # in a line of the log
@@ -57,10 +57,8 @@ class SkipList:
         new = [entry for entries in world.gather(self.new) for entry in entries]
         self.new = []
         if world.rank == 0:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" * self._ends_in_line + "".join(json.dumps(entry) + "\n" for entry in new))
-                file.flush()
-                os.fsync(file.fileno())
+            lines = "".join(json.dumps(entry) + "\n" for entry in new)
+            append(self._path, "\n" * self._ends_in_line + lines, sync=True)
             self._ends_in_line = False
         names = ", ".join(f"{entry['name']} ({entry['reason']})" for entry in new[:NAMED])
         return names + (f", and {len(new) - NAMED} more" if len(new) > NAMED else "")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ..config import said
+from ..config import must
 from ..preprocessing import INTERPOLATIONS, Preprocessing
 from .towers import WrappedTowers, import_library
 
@@ -32,7 +32,7 @@ class HuggingFaceTowers(WrappedTowers):
 
     def __init__(self, folder: str) -> None:
         kind = _kind(folder)
-        super().__init__(_load(getattr(import_library("transformers", extra="hugging_face"), CLASSES[kind]), folder))
+        super().__init__(_load(getattr(_transformers(), CLASSES[kind]), folder))
         text, vision = self.clip.config.text_config, self.clip.config.vision_config
         self.tokenizer = FolderTokenizer(folder, text.max_position_embeddings, text.vocab_size)
         if kind == "clip":
@@ -82,15 +82,9 @@ class FolderTokenizer:
     """The tokenizer of a folder: texts cut and padded to what the model takes."""
 
     def __init__(self, folder: str, length: int, vocabulary: int) -> None:
-        try:
-            self.tokenizer = import_library("transformers", extra="hugging_face").AutoTokenizer.from_pretrained(
-                folder, local_files_only=True
-            )
-        except Exception as error:
-            raise ValueError(
-                f"--model: the tokenizer in {folder} must be one that transformers loads, got {said(error)}. Save "
-                "it there again with tokenizer.save_pretrained."
-            ) from error
+        rule = f"--model: the tokenizer in {folder} must be one that transformers loads"
+        with must(rule, "Save it there again with tokenizer.save_pretrained."):
+            self.tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.folder, self.length, self.vocabulary = folder, length, vocabulary
         check_vocabulary(f"the tokenizer in {folder}", len(self.tokenizer), vocabulary)
         if self.tokenizer.pad_token_id is None:
@@ -133,19 +127,17 @@ def check_vocabulary(name: str, tokens: int, vocabulary: int) -> None:
         )
 
 
+def _transformers() -> Any:
+    return import_library("transformers", extra="hugging_face")
+
+
 def _read(folder: str, name: str) -> dict[str, Any]:
     """A JSON file of the folder; nothing where there is none."""
     path = Path(folder) / name
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except ValueError as error:
-        raise ValueError(f"--model: {path} must be JSON, got {error}. Save the model there again.") from error
-    if not isinstance(content, dict):
-        got = type(content).__name__
-        raise ValueError(f"--model: {path} must be a JSON object, got {got}. Save the model there again.")
-    return content
+    with must(f"--model: {path} must be a JSON object", "Save the model there again."):
+        return {**json.loads(path.read_text(encoding="utf-8"))}
 
 
 def _kind(folder: str) -> str:
@@ -159,28 +151,21 @@ def _kind(folder: str) -> str:
 
 
 def _load(model_class: Any, folder: str) -> Any:
-    with _without_progress_bar():
-        try:
-            model, report = model_class.from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
-            )
-        except Exception as error:
-            raise ValueError(
-                f"--model: {folder} must be one that transformers loads, got {said(error)}. Save the "
-                "model there again with save_pretrained."
-            ) from error
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(
-            f"--model: {folder} must have all weights, lacks {len(missing)}, among them {missing[0]}. Save the model "
-            "there again with save_pretrained."
+    advice = "Save the model there again with save_pretrained."
+    with _without_progress_bar(), must(f"--model: {folder} must be one that transformers loads", advice):
+        model, report = model_class.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
+    if missing := sorted(report["missing_keys"]):
+        few = f"lacks {len(missing)}, among them {missing[0]}"
+        raise ValueError(f"--model: {folder} must have all weights, {few}. {advice}")
     return model
 
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
     """Every rank would draw one."""
-    logging = import_library("transformers", extra="hugging_face").utils.logging
+    logging = _transformers().utils.logging
     was_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..config import said
+from ..config import must
 from ..preprocessing import Preprocessing
 from .hugging_face import check_vocabulary
 from .towers import Tokenizer, WrappedTowers, import_library
@@ -41,14 +41,10 @@ class OpenClipTowers(WrappedTowers):
         options: dict[str, Any] = {"init_logit_scale": math.log(init_logit_scale), "force_image_size": force_image_size}
         if init_logit_bias is not None:
             options["init_logit_bias"] = init_logit_bias
-        try:
+        size = "" if force_image_size is None else f" for images of side {force_image_size}"
+        advice = "open_clip.list_pretrained() names all models with their weights."
+        with must(f"--model: {name!r} must be one that open_clip makes{size}", advice):
             clip = open_clip.create_model(name, pretrained=pretrained, precision="fp32", **options)
-        except Exception as error:
-            size = "" if force_image_size is None else f" for images of side {force_image_size}"
-            raise ValueError(
-                f"--model: {name!r} must be one that open_clip makes{size}, got {said(error)}. "
-                "open_clip.list_pretrained() names all models with their weights."
-            ) from error
         if not isinstance(clip, (open_clip.CLIP, open_clip.CustomTextCLIP)):
             raise ValueError(_not_two_towers(name, type(clip).__name__))
         super().__init__(clip)
@@ -81,13 +77,9 @@ class OpenClipTowers(WrappedTowers):
         patch, _ = getattr(self.clip.visual, "patch_size", (1, 1))
         if forced % patch:
             raise ValueError(f"--force-image-size: must be a multiple of {patch}, the patch of {name!r}, got {forced}.")
-        try:
-            with torch.no_grad():
-                self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
-        except Exception as error:
-            raise ValueError(
-                f"--force-image-size: must be a size that {name!r} takes, got {forced}: {said(error)}."
-            ) from error
+        rule = f"--force-image-size: must be a size that {name!r} takes, not {forced}"
+        with must(rule, "Give another."), torch.no_grad():
+            self.clip.eval().encode_image(torch.zeros(1, 3, forced, forced))
 
     def encode_image(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.clip.encode_image(images, normalize=False))
@@ -184,10 +176,6 @@ def _not_two_towers(name: str, kind: str) -> str:
 
 
 def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
-    try:
+    advice = "open_clip takes it from the Hugging Face hub: run once with a network."
+    with must(f"--model: the tokenizer of {name!r} must be at hand", advice):
         return cast(Tokenizer, open_clip.get_tokenizer(name))
-    except Exception as error:
-        raise ValueError(
-            f"--model: the tokenizer of {name!r} must be at hand, got {said(error)}. open_clip takes it from the "
-            "Hugging Face hub: run once with a network."
-        ) from error

@@ -144,11 +144,7 @@ def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 def import_library(name: str, *, extra: str) -> Any:
     try:
         return import_module(name)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # RuntimeError: torchvision beside a torch that is not its own
+    except (ImportError, OSError, RuntimeError) as error:  # the last: torchvision beside a torch that is not its own
         absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or ".")
         advice = f"Run pip install 'megabatch[{extra}]'" if absent else "It is installed: mend what fails in it"
         raise ImportError(
