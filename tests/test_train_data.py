@@ -558,7 +558,7 @@ def test_class_names_and_templates_can_be_given(tmp_path: Path) -> None:
         "one\n": "must have 2 names, one per folder, got 1",
         "n01\ta\n": "lacks 1 such as 'n02'",
         "n01\ta\nn02\n": "line 2 must be 'folder<TAB>name'",
-        "n01\ta\nn01\tb\n": "line 2 must not name 'n01' again",
+        "n01\ta\nn01\tb\n": "line 2 must be 'folder<TAB>name', of another folder than before, got 'n01",
         "": "at least one line",
     }.items():
         names.write_text(content)

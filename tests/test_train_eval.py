@@ -202,7 +202,7 @@ def test_imagenet_has_names_and_prompts(tmp_path):
         path.rename(tmp_path / str(["n01440764", "n01443537", "n03028079"].index(path.name) * 10))
     assert ImageFolder(tmp_path, "imagenet").classnames == [names[0], names[10], names[20]]  # ImageNet-V2's folders
     (tmp_path / "0").rename(tmp_path / "dogs")
-    with pytest.raises(ValueError, match=r"--classnames imagenet: folders must be named n01440764 .*got 'dogs'"):
+    with pytest.raises(ValueError, match=r"--classnames imagenet: must name all .*n01440764 .*lacks 1 such as 'dogs'"):
         ImageFolder(tmp_path, "imagenet")
 
 
