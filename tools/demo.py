@@ -271,10 +271,11 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     towers = make_towers(config.model, loss=config.loss.loss, init_logit_scale=None)
     towers.model.load_state_dict(state["state_dict"])
     towers.eval()
-    source = open_held_out(config)
+    source, count = open_held_out(config), config.evaluation.val_num_samples
     assert source is not None
+    assert count is not None
     with torch.no_grad():
-        batch = make_prepare(towers, config, train=False)(source, [0] * len(source), range(len(source)))
+        batch = make_prepare(towers, config, train=False)(source, [0] * count, range(count))
         encoder = Encoder(towers, config.optimization.chunk_size, texts_only=False)
         images, texts = (normalize(x, dim=1) for x in (encoder.images(batch), encoder.texts(batch.second)))
     _, nearest = mb.similarity_topk(texts[:names], images, found)
