@@ -474,12 +474,12 @@ def test_a_source_knows_whether_any_pair_has_negatives(tmp_path: Path) -> None:
 LINES = {
     "no json": ("nonsense", "must be a JSON object, got b'nonsense"),
     "array": ([1], r"must be a JSON object, got b'\[1\]"),
-    "no query": ({"positive": "p"}, "query must be a text, got nothing"),
+    "no query": ({"positive": "p"}, "query must be a text, got None"),
     "number": ({"query": 5, "positive": "p"}, "query must be a text, got 5"),
-    "no positive": ({"query": "q"}, "positive must be a text, got nothing"),
-    "list": ({"query": "q", "positive": ["p"]}, r"positive must be a text, got \[\"p\"\]"),
-    "no pos": ({"query": "q", "pos": []}, "pos must have at least one text"),
-    "pos is text": ({"query": "q", "pos": "p"}, 'pos must be a list of texts, got "p"'),
+    "no positive": ({"query": "q"}, "positive must be a text, got None"),
+    "list": ({"query": "q", "positive": ["p"]}, r"positive must be a text, got \['p'\]"),
+    "no pos": ({"query": "q", "pos": []}, "positive must be a text, got None"),
+    "pos is text": ({"query": "q", "pos": "p"}, "pos must be a list of texts, got 'p'"),
     "negatives are numbers": ({"query": "q", "positive": "p", "negatives": [1]}, "negatives must be a list of texts"),
     "both": ({"query": "q", "positive": "p", "neg": ["n"]}, "either positive and negatives, or pos and neg"),
 }

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -512,6 +513,16 @@ def test_a_parquet_file_that_has_gone_is_unread(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(Unread, match=r"a.parquet, row group 2: "):
         source[9]
+
+
+def test_a_row_group_of_another_length_than_before_is_unread(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", 8)
+    source = pickle.loads(pickle.dumps(Parquet(str(path))))
+    write_parquet(path, 6)
+    source._files = [replace(file, size=path.stat().st_size) for file in source._files]  # as if it had not changed
+    assert source[1].text == "caption 1"
+    with pytest.raises(Unread, match=r"a.parquet, row group 1: has 2 rows, had 4 when the run began"):
+        source[5]
 
 
 def columns(names: Sequence[str]) -> dict[str, list[Any]]:

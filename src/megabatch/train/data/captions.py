@@ -1,4 +1,4 @@
-"""What of a record is its image and what are its captions, and which of several captions a pass takes.
+"""What of a record is its image, its captions or its texts, and which of several captions a pass takes.
 
 A record is the files of a sample, by suffix, or a row of a table, by column.
 """
@@ -6,6 +6,7 @@ A record is the files of a sample, by suffix, or a row of a table, by column.
 import json
 import math
 import re
+import reprlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, Sample, Source
 IMAGE_SUFFIXES = ("jpg", "png", "jpeg", "webp")
 IMAGE_COLUMNS = ("image", "filepath", "file_name", *IMAGE_SUFFIXES)
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "txt")
+PAIR = re.compile(r"query|anchor|positive|pos|neg|negatives?(_\d+)?")  # columns of a pair of texts
 _FIRST = 64  # samples, to find out whether any can be used
 
 
@@ -121,6 +123,25 @@ class Fields:
         return weighted or [(text, 1.0) for text in next(filter(None, groups), [])]
 
 
+def pair_of(row: Mapping[str, Any], where: str) -> Sample:
+    """Of `{"query": ..., "positive": ..., "negatives": [...]}`, or FlagEmbedding's `{"query": ..., "pos": [...],
+    "neg": [...]}`, of which the first of `pos` is the positive.
+
+    Negatives may be left out, or be "negative", "negative_1" and so on. "anchor" is another name of "query". Other keys
+    are not used. Raises ValueError.
+    """
+    if not {"positive", "negatives"}.isdisjoint(row) and not {"pos", "neg"}.isdisjoint(row):
+        raise ValueError(f"{where} must have either positive and negatives, or pos and neg, got {', '.join(row)}.")
+    query = _text(row.get("query", row.get("anchor")), f"{where}: query")
+    positives = _all_texts(row["pos"], f"{where}: pos") if "pos" in row else [row.get("positive")]
+    positive = _text(positives[0] if positives else None, f"{where}: positive")
+    negatives: list[str] = []
+    for key, value in row.items():
+        if key.startswith("neg") and PAIR.fullmatch(key) and value is not None:
+            negatives += [value] if isinstance(value, str) else _all_texts(value, f"{where}: {key}")
+    return Sample(positive, duplicate_key=query, query=query, negatives=tuple(negatives))
+
+
 def drawn(sample: Sample, seed: int, number: int, index: int) -> Sample:
     """The sample with one of its captions, drawn by the seed, the number of the pass and that of the sample."""
     if not sample.captions:
@@ -151,3 +172,15 @@ def _first(keys: Sequence[str], suffixes: Container[str], missing: str) -> str:
 
 def _texts(value: Any) -> list[str]:
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a text, got {reprlib.repr(value)}.")
+    return value
+
+
+def _all_texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"{what} must be a list of texts, got {reprlib.repr(value)}.")
+    return value

@@ -18,9 +18,8 @@ from torch import Tensor
 from ..fingerprint import data_line
 from . import storage
 from .blocks import Blocks
-from .captions import Fields, check_first
+from .captions import PAIR, Fields, check_first, pair_of
 from .listing import Listed, expand
-from .pairs import PAIR, pair_of
 from .source import BadSample, Sample, Source, Unread, printable
 
 LARGEST_HELD = 2**32  # bytes of row groups in a process

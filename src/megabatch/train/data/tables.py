@@ -15,8 +15,7 @@ import torch
 
 from ..fingerprint import data_line
 from . import storage
-from .captions import Fields
-from .pairs import pair_of
+from .captions import Fields, pair_of
 from .source import LARGEST_LINE, Sample, Source, check_file, lines_of, printable
 
 _LARGEST_JSON = 2**31  # bytes: it is read as a whole
