@@ -187,6 +187,18 @@ def test_rows_of_one_image_are_samples_or_captions_of_one(tmp_path: Path) -> Non
     assert grouped.fingerprint() != apart.fingerprint()
 
 
+@pytest.mark.parametrize("suffix", ["tsv", "jsonl"])
+def test_the_fingerprint_of_a_table_changes_with_its_texts_and_its_images(tmp_path: Path, suffix: str) -> None:
+    def fingerprint(text: str, size: int) -> list[str]:
+        write(tmp_path, a__png=bytes(size))
+        rows = {"tsv": f"filepath\ttitle\na.png\t{text}\n", "jsonl": json.dumps({"image": "a.png", "text": text})}
+        (tmp_path / f"t.{suffix}").write_text(rows[suffix])
+        return open_source(str(tmp_path / f"t.{suffix}")).fingerprint()
+
+    assert fingerprint("one", 5) == fingerprint("one", 5)
+    assert len({*fingerprint("one", 5), *fingerprint("two", 5), *fingerprint("one", 6)}) == 3
+
+
 # JSON lines
 
 
