@@ -48,34 +48,32 @@ class Table(Source):
     ) -> None:
         self._path, self._fields = Path(path), fields or Fields()
         check_file(self._path)
-        held, self._checksum, stop = bytearray(), 0, 0
-        places, owners = array("q"), array("q")  # where a record begins and ends, and its line; its sample
-        samples: dict[str, int] = {}
-        images: list[str] = []
+        places, images, held = array("q"), list[str](), bytearray()
+        self._checksum, stop = 0, 0
         converted = ((json.dumps(record).encode(), record) for record in records or ())
-        lines = _json_lines(self._path) if records is None else converted
-        for number, (line, record) in enumerate(lines, start=1):
+        for number, (line, record) in enumerate(_json_lines(self._path) if records is None else converted, start=1):
             self._checksum = zlib.crc32(line, self._checksum)
             start, stop = stop, stop + len(line)
             if record is None:
                 continue
-            where, owner = f"{path}: line {number}", len(owners)
-            if not owners:
+            where = f"{path}: line {number}"
+            if not places:
                 self.texts_only = record.keys().isdisjoint(self._fields.columns[0])
             if self.texts_only:
                 self.has_negatives |= bool(pair_of(record, where).negatives)
             else:
                 image = self._image(record, where)
-                owner = samples.setdefault(image, len(samples)) if per_image else owner
-                images += [image] if image and len(images) < _LOOKED_AT else []
-            held += line if records is not None else b""
+                images += [image] if per_image or len(images) < _LOOKED_AT else []
             places.extend((start, stop, number))
-            owners.append(owner)
-        if not owners:
+            held += b"" if records is None else line
+        if not places:
             raise ValueError(f"{path}: must have a record per line, has none.")
+        self._folder = Path() if self.texts_only else _image_folder(self._path, images[:_LOOKED_AT])
         self._held = bytes(held)
-        self._folder = Path() if self.texts_only else _image_folder(self._path, images)
-        sample_of_record = torch.frombuffer(owners, dtype=torch.int64)
+        sample_of_record = torch.arange(len(places) // 3)
+        if per_image and not self.texts_only:
+            samples = {image: number for number, image in enumerate(dict.fromkeys(images))}
+            sample_of_record = torch.tensor([samples[image] for image in images])
         self._places = torch.frombuffer(places, dtype=torch.int64).view(-1, 3)[sample_of_record.argsort(stable=True)]
         self._ends = sample_of_record.bincount().cumsum(0)
 
@@ -201,6 +199,7 @@ def some_sizes(file: Callable[[int], Path], count: int) -> list[int | None]:
 def _image_folder(path: Path, files: list[str]) -> Path:
     """Where the relative paths of a file start."""
     own, current = path.absolute().parent, Path.cwd()
+    files = list(filter(None, files))
     for file in files:
         found = [folder for folder in (own, current) if (folder / file).exists()]
         if found and not (found[0] / file).samefile(found[-1] / file):
