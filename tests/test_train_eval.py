@@ -13,9 +13,9 @@ from megabatch import cli, reference
 from megabatch.distributed.world import World
 from megabatch.train import checkpoint, evaluate
 from megabatch.train.config import from_mapping
+from megabatch.train.data import open_source
 from megabatch.train.data.labelled import ImageFolder
 from megabatch.train.data.prepare import Prepare
-from megabatch.train.data.tables import Table
 from megabatch.train.towers import Towers, make_towers
 from megabatch.train.towers.tiny import TinyTowers
 
@@ -69,7 +69,7 @@ def features_of(towers: Towers, source) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_figures_are_those_of_plain_torch(run, shapes, tmp_path):
     figures = evaluated(tmp_path, "--checkpoint", str(run))
-    table = Table(shapes, separator="\t", image_key="filepath", caption_key="title")
+    table = open_source(shapes)
     towers = towers_of(run)
     images, texts = (normalize(each, dim=1) for each in features_of(towers, table))
     loss = reference.clip_loss(images, texts, towers.logit_scale.detach().exp(), normalize=False)
@@ -160,7 +160,7 @@ def test_all_captions_of_an_image_count(run, tmp_path, kind):
     """As for COCO and Flickr30k: an image has found its text where one of its captions is among the first."""
     path = several_captions(tmp_path, kind)
     figures = evaluated(tmp_path, "--checkpoint", str(run), "--val-data", str(path), "--workers", "0")
-    table = Table(path, per_image=True)
+    table = open_source(str(path), held_out=True)
     captions = [(row, words) for row in range(16) for words in (table[row].text, *table[row].captions)]
     owners = torch.tensor([row for row, _ in captions])
     assert (figures["val/samples"], figures["val/captions"]) == (16, len(captions))
@@ -178,12 +178,12 @@ def test_all_captions_of_an_image_count(run, tmp_path, kind):
 
 def test_a_training_table_has_a_sample_per_row(tmp_path):
     path = several_captions(tmp_path, "json")
-    assert len(Table(path)) > len(Table(path, per_image=True)) == 16
-    assert not Table(path).has_negatives
+    assert len(open_source(str(path))) > len(open_source(str(path), held_out=True)) == 16
+    assert not open_source(str(path)).has_negatives
     for content in ("{", "[]", '{"images": []}', '{"images": [{"id": 1, "file_name": 2}], "annotations": [{}]}'):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ValueError, match=r"bad\.json: must be a file of COCO's captions"):
-            Table(tmp_path / "bad.json")
+            open_source(str(tmp_path / "bad.json"))
 
 
 def test_imagenet_has_names_and_prompts(tmp_path):
@@ -202,7 +202,7 @@ def test_imagenet_has_names_and_prompts(tmp_path):
         path.rename(tmp_path / str(["n01440764", "n01443537", "n03028079"].index(path.name) * 10))
     assert ImageFolder(tmp_path, "imagenet").classnames == [names[0], names[10], names[20]]  # ImageNet-V2's folders
     (tmp_path / "0").rename(tmp_path / "dogs")
-    with pytest.raises(ValueError, match=r"--classnames imagenet: folders must be named n01440764 .*got 'dogs'"):
+    with pytest.raises(ValueError, match=r"--classnames imagenet: must name all .*n01440764 .*lacks 1 such as 'dogs'"):
         ImageFolder(tmp_path, "imagenet")
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,17 @@ from PIL import Image
 
 from megabatch import reference
 from megabatch.distributed.world import World
-from megabatch.train.config import Loss
-from megabatch.train.data import parquet, storage
+from megabatch.train.config import Data, Loss
+from megabatch.train.data import open_source, parquet, storage
 from megabatch.train.data.captions import Fields, drawn
 from megabatch.train.data.folders import CaptionedFolder
-from megabatch.train.data.pairs import TextPairs
 from megabatch.train.data.parquet import Parquet
 from megabatch.train.data.source import LARGEST_TEXT, BadSample, Sample, Source, Unread
-from megabatch.train.data.tables import Table, open_lines
+from megabatch.train.data.tables import Table
 from megabatch.train.encoding import Features
 from megabatch.train.objective import Objective
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, Pool
 from .training import evaluations, steps, train
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -117,23 +117,25 @@ def test_files_that_make_no_sample_are_a_bad_sample(case: str) -> None:
 
 
 def test_flags_have_semicolons_between_names() -> None:
-    assert Fields.of_flags("jpg; png;", "txt", "a;b", [1.0]) == Fields(("jpg", "png"), ("txt",), ("a", "b"), (1.0,))
-    assert Fields.of_flags(None, None, None, []) == Fields()
+    options = Data(image_key="jpg; png;", text_key="txt", json_text_key="a;b", json_text_key_probs="1")
+    assert Fields.of_flags(options) == Fields(("jpg", "png"), ("txt",), ("a", "b"), (1.0,))
+    assert Fields.of_flags(Data()) == Fields()
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("keys", "probs", "message"),
     [
-        ((None, None, "a;b", [1.0, 2.0, 3.0]), "--json-text-key-probs.*one per key of --json-text-key, got 3 for 2"),
-        ((None, "txt", None, [1.0]), "got 1 for 0"),
-        ((None, None, "a;b", [0.0, 0.0]), r"not all 0, got 0.0 0.0"),
-        ((None, None, "a;b", [1.0, -1.0]), r"at least 0.*got 1.0 -1.0"),
-        ((None, None, "a", [float("nan")]), "finite.*got nan"),
+        ("a;b", "1 2;3", "--json-text-key-probs.*one per key of --json-text-key, got 3 for 2"),
+        (None, "1", "got 1 for 0"),
+        ("a;b", "0, 0", r"not all 0, got 0.0 0.0"),
+        ("a;b", "1 -1", r"at least 0.*got 1.0 -1.0"),
+        ("a", "nan", "finite.*got nan"),
+        ("a", "often", "--json-text-key-probs: must be numbers, such as 0.7;0.3, got 'often'"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(flags: Any, message: str) -> None:
+def test_flags_that_cannot_be_meant_are_refused(keys: str | None, probs: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Fields.of_flags(*flags)
+        Fields.of_flags(Data(json_text_key=keys, json_text_key_probs=probs))
 
 
 # Several captions
@@ -174,14 +176,27 @@ def test_a_sample_with_one_caption_keeps_it() -> None:
 def test_rows_of_one_image_are_samples_or_captions_of_one(tmp_path: Path) -> None:
     write(tmp_path, a__png=png(1), b__png=png(2))
     write(tmp_path, t__tsv="filepath\ttitle\na.png\tone\nb.png\ttwo\na.png\tthree\n")
-    assert texts(Table(tmp_path / "t.tsv")) == ["one", "two", "three"]
-    assert not Table(tmp_path / "t.tsv").has_negatives
-    grouped = Table(tmp_path / "t.tsv", per_image=True)
+    apart = open_source(str(tmp_path / "t.tsv"))
+    assert texts(apart) == ["one", "two", "three"]
+    assert not apart.has_negatives
+    grouped = open_source(str(tmp_path / "t.tsv"), Data(captions="all"))
     assert [(grouped[index].text, grouped[index].captions) for index in (0, 1)] == [("one", ("three",)), ("two", ())]
     assert (len(grouped), grouped.has_negatives) == (2, True)
     assert [grouped[index].image for index in (0, 1)] == [png(1), png(2)]
     assert grouped.name(1) == str(tmp_path / "b.png")
-    assert grouped.fingerprint() != Table(tmp_path / "t.tsv").fingerprint()
+    assert grouped.fingerprint() != apart.fingerprint()
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "jsonl"])
+def test_the_fingerprint_of_a_table_changes_with_its_texts_and_its_images(tmp_path: Path, suffix: str) -> None:
+    def fingerprint(text: str, size: int) -> list[str]:
+        write(tmp_path, a__png=bytes(size))
+        rows = {"tsv": f"filepath\ttitle\na.png\t{text}\n", "jsonl": json.dumps({"image": "a.png", "text": text})}
+        (tmp_path / f"t.{suffix}").write_text(rows[suffix])
+        return open_source(str(tmp_path / f"t.{suffix}")).fingerprint()
+
+    assert fingerprint("one", 5) == fingerprint("one", 5)
+    assert len({*fingerprint("one", 5), *fingerprint("two", 5), *fingerprint("one", 6)}) == 3
 
 
 # JSON lines
@@ -202,18 +217,16 @@ def test_lines_with_images_are_a_table(tmp_path: Path) -> None:
         {"image": "images/b.png", "caption": None, "title": "four"},
         {"image": "images/b.png", "caption": ""},
     )
-    source = open_lines(path, Fields(), per_image=False)
-    assert texts(source) == ["one", "two", "three", "four", ""]
+    source = pickle.loads(pickle.dumps(Table(path)))
+    samples = [source[index] for index in range(3)]
+    assert [(sample.text, *sample.captions) for sample in samples] == [("one",), ("two", "three"), ("four",)]
     assert source[1].image == png(2)
-    assert open_lines(path, Fields(), per_image=True)[1].captions == ("three", "four", "")
+    with pytest.raises(BadSample, match=r"^no caption$"):
+        source[3]
+    assert Table(path, per_image=True)[1].captions == ("three", "four")
     named = write_lines(tmp_path / "named.jsonl", {"photo": "images/a.png", "long": "", "short": "s", "text": "t"})
-    assert texts(open_lines(named, Fields(("photo",), (), ("long", "short")), per_image=False)) == ["s"]
-
-
-def test_captions_of_lines_are_not_drawn_by_weights(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "t.jsonl", {"image": "a.png", "a": "c"})
-    with pytest.raises(ValueError, match=r"--json-text-key-probs: must come with tars.*t.jsonl"):
-        open_lines(path, Fields(json_text_keys=("a",), probs=(1,)), per_image=False)
+    assert texts(Table(named, Fields(("photo",), (), ("long", "short")))) == ["s"]
+    assert Table(path, Fields(json_text_keys=("caption", "captions"), probs=(1, 3)))[1].weights == (1.5, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +242,7 @@ def test_lines_without_image_or_caption_are_refused(tmp_path: Path, line: Any, m
     write(tmp_path, a__png=png(1))
     path = write_lines(tmp_path / "t.jsonl", {"image": "a.png", "caption": "c"}, line)
     with pytest.raises(ValueError, match=f"t.jsonl: line 2 .*{message}"):
-        open_lines(path, Fields(), per_image=False)
+        Table(path)
 
 
 def test_lines_without_images_are_pairs_of_texts(tmp_path: Path) -> None:
@@ -239,15 +252,15 @@ def test_lines_without_images_are_pairs_of_texts(tmp_path: Path) -> None:
         {"anchor": "q1", "positive": "p1", "negative": "n1"},
         {"query": "q2", "positive": "p2", "negative_1": "n2", "negative_2": ["n3", "n4"], "negatives_from": "not this"},
     )
-    source = pickle.loads(pickle.dumps(open_lines(path, Fields(), per_image=False)))
-    assert isinstance(source, TextPairs)
+    source = pickle.loads(pickle.dumps(Table(path)))
+    assert source.texts_only
     assert [(source[index].query, source[index].text, source[index].negatives) for index in range(3)] == [
         ("q0", "p0", ()),
         ("q1", "p1", ("n1",)),
         ("q2", "p2", ("n2", "n3", "n4")),
     ]
-    with pytest.raises(ValueError, match="must have a JSON object per line"):
-        open_lines(write_lines(tmp_path / "empty.jsonl", " "), Fields(), per_image=False)
+    with pytest.raises(ValueError, match="must have a record per line, has none"):
+        Table(write_lines(tmp_path / "empty.jsonl", " "))
 
 
 # Folders
@@ -437,6 +450,40 @@ def test_each_row_group_is_read_once_and_few_are_held(tmp_path: Path, monkeypatc
     assert set(reads.values()) == {1, 2}
 
 
+def opened_on_a_rank(rank: int, group: Any, path: str) -> list[str]:
+    """Its texts, or what is wrong with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "_files_of", parquet._files_of if rank == 0 else None)
+        patch.setattr(Parquet, "_groups_of", Parquet._groups_of if rank == 0 else None)
+        try:
+            return texts(open_source(path, world=World(torch.device("cpu"), rank, 2, group)))
+        except ValueError as error:
+            return [str(error)]
+
+
+def test_one_rank_lists_parquet_files_and_their_row_groups(tmp_path: Path, pool: Pool) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    first, second = pool.run(2, opened_on_a_rank, str(tmp_path))
+    assert first == second == [f"caption {number}" for number in range(10)]
+    write(tmp_path, broken__parquet="")
+    first, second = pool.run(2, opened_on_a_rank, str(tmp_path))
+    assert first == second
+    assert "broken.parquet: must be a whole Parquet file" in first[0]
+
+
+def test_row_groups_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Parquet(str(write_parquet(tmp_path / "a.parquet", 24)))
+    source = pickle.loads(pickle.dumps(source))
+    source.prefetch([0, 1, 9, 8])
+    for group in (0, 2):
+        source._tables._held[group].result(PATIENCE)
+    assert len(source._tables._held) == 2
+    monkeypatch.setattr(storage, "read", None)
+    assert [source[index].text for index in (0, 9)] == ["caption 0", "caption 9"]
+    with pytest.raises(TypeError):
+        source[4]
+
+
 def test_row_groups_can_be_read_after_a_fork(tmp_path: Path) -> None:
     source = Parquet(str(write_parquet(tmp_path / "a.parquet", 24)))
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -478,6 +525,16 @@ def test_a_parquet_file_that_has_gone_is_unread(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(Unread, match=r"a.parquet, row group 2: "):
         source[9]
+
+
+def test_a_row_group_of_another_length_than_before_is_unread(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", 8)
+    source = pickle.loads(pickle.dumps(Parquet(str(path))))
+    write_parquet(path, 6)
+    source._files = [replace(file, size=path.stat().st_size) for file in source._files]  # as if it had not changed
+    assert source[1].text == "caption 1"
+    with pytest.raises(Unread, match=r"a.parquet, row group 1: has 2 rows, had 4 when the run began"):
+        source[5]
 
 
 def columns(names: Sequence[str]) -> dict[str, list[Any]]:

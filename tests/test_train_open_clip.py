@@ -7,9 +7,9 @@ import torch
 
 from megabatch.train import checkpoint
 from megabatch.train.config import Model
+from megabatch.train.data import open_source
 from megabatch.train.data.order import Order
 from megabatch.train.data.prepare import Prepare
-from megabatch.train.data.tables import Table
 from megabatch.train.towers import make_towers
 
 from .shims import import_torchvision
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_open_clip(open_clip, shapes, run):
     """The first step's, of the model that the seed gives."""
     torch.manual_seed(0)
     towers = make_towers(Model(model="megabatch-trained"), loss="clip")
-    table = Table(shapes, separator="\t", image_key="filepath", caption_key="title")
+    table = open_source(shapes)
     passes, indices = Order(table.counts, seed=0, batch_size=24).of_step(0)
     prepare = Prepare(towers.tokenizer, towers.preprocessing, 0.9, 0, "caption", train=True)
     piece = prepare(table, passes.tolist(), indices.tolist())

@@ -22,6 +22,7 @@ from torch.nn.functional import dropout
 from megabatch import cli
 from megabatch.bench.data import serving
 from megabatch.train import checkpoint, evaluate, loop, signals
+from megabatch.train.data import open_source
 from megabatch.train.data.order import Order
 from megabatch.train.data.tables import Table
 from megabatch.train.report import Report, read_metrics
@@ -373,7 +374,7 @@ def test_ranks_of_which_one_was_killed_go_on_to_the_bit(shapes, tmp_path):
 
 def deadly_sample(shapes: str) -> str:
     """One of the fifth step of words_for, and of no later one."""
-    source = Table(shapes)
+    source = open_source(shapes)
     order = Order(source.counts, seed=0, batch_size=16)
     rows = [set(order.of_step(step)[1].tolist()) for step in range(STEPS)]
     return Path(source.name(max(rows[4] - rows[5] - rows[6] - rows[7]))).name  # the first are evaluated

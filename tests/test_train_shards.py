@@ -199,17 +199,6 @@ def test_sources_are_mixed_by_their_factors(tmp_path: Path) -> None:
             open_source(what, Data(dataset_resampled=True, train_data_upsampling_factors=factors))
 
 
-def test_a_limit_takes_the_first_samples(tmp_path: Path) -> None:
-    for number in range(3):
-        shard_of(tmp_path / f"{number}.tar", range(4 * number, 4 * number + 4))
-    source = open_source(str(tmp_path / "{0..2}.tar"), limit=6)
-    assert len(source) == 6
-    assert source.counts.tolist() == [4, 2, 0]
-    assert source[5].text == "caption 5"
-    assert source.name(5).endswith("1.tar: 00005")
-    assert len(open_source(str(tmp_path / "{0..2}.tar"), limit=99)) == 12
-
-
 def test_a_member_larger_than_memory_is_a_bad_sample(tmp_path: Path) -> None:
     """6 GiB, of which the disk holds nothing."""
     size, image = 6 * 2**30, encoded(picture(0))

@@ -2,11 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from .processes import end_with
 
 # How long a rank waits for another inside a call: it may be compiling kernels. And outside, for one that still waits.
 PATIENCE, LONGER = timedelta(minutes=5), timedelta(minutes=30)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -54,6 +56,18 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(values, src=0, group=self.control_group)
         return values[0]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes. If it raises, so do all ranks."""
+        made, error = None, None
+        try:
+            made = make() if self.rank == 0 else None
+        except Exception as caught:
+            error = caught
+        made, error = self.broadcast((made, error))
+        if error is not None:
+            raise error
+        return made  # type: ignore[no-any-return]
 
     def wait(self) -> None:
         """For everyone."""

@@ -29,6 +29,7 @@ from .optimization import autocast
 from .towers.towers import Towers
 
 RECALLS = (1, 5, 10)
+ICONS = 1000  # of the held-out ones, if nothing else is said
 Figures = dict[str, float]
 
 
@@ -82,7 +83,8 @@ def _encode(
     encoder = Encoder(towers, config.optimization.chunk_size, texts_only=source.texts_only)
     parts: list[tuple[Tensor, ...]] = []
     skipped = 0
-    for batch in _in_order(source, towers, config, world):
+    limit = config.evaluation.val_num_samples or (ICONS if config.evaluation.val_data == "icons" else len(source))
+    for batch in _in_order(source, min(limit, len(source)), towers, config, world):
         with autocast(world.device, config.optimization.precision):
             captions = batch.negatives if not source.texts_only and batch.negatives is not None else batch.second[:0]
             encoded = encoder(replace(batch, negatives=captions if len(captions) else None))
@@ -97,9 +99,10 @@ def _encode(
     return features, ids, torch.cat([second, more]), rows, sum(world.gather(skipped))
 
 
-def _in_order(source: Source, towers: Towers, config: Config, world: World) -> Iterator[RankBatch]:
-    """All of the source, every rank its share of each batch."""
-    order = Order(source.counts, seed=0, batch_size=config.optimization.chunk_size * world.size, shuffle=False)
+def _in_order(source: Source, count: int, towers: Towers, config: Config, world: World) -> Iterator[RankBatch]:
+    """The first so many samples, every rank its share of each batch."""
+    batch_size = config.optimization.chunk_size * world.size
+    order = Order(torch.tensor([count]), seed=0, batch_size=batch_size, block=source.block, shuffle=False)
     requests = Requests(order, world.rank, world.size)
     prepare = make_prepare(towers, config, train=False)
     return batches(source, prepare, requests, workers=config.data.workers, device=world.device)
@@ -142,7 +145,7 @@ def _zero_shot(towers: Towers, folder: ImageFolder, config: Config, world: World
         features = normalize(encoder.texts(towers.tokenizer(prompts)).float(), dim=1)
     classes = normalize(features.view(len(folder.classnames), len(folder.templates), -1).mean(1), dim=1)
     top1 = top5 = rows = skipped = 0
-    for batch in _in_order(folder, towers, config, world):
+    for batch in _in_order(folder, len(folder), towers, config, world):
         with autocast(world.device, config.optimization.precision):
             images = normalize(encoder.images(batch).float(), dim=1)
         rows, skipped = rows + len(images), skipped + len(batch.bad)

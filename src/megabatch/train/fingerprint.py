@@ -4,9 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 # Of a source: a line per file. Of a run: by "train", "val" and "zeroshot".
 Fingerprint = Mapping[str, Sequence[str]]
 
@@ -20,11 +17,6 @@ def data_line(file: Path | str, samples: int, *content: object, size: int | None
     name = file.name if isinstance(file, Path) else file
     size = file.stat().st_size if isinstance(file, Path) else size
     return f"{name}: " + (f"{size} bytes, " if size is not None else "") + f"{samples} samples, {digest.hexdigest()}"
-
-
-def numbers(table: Tensor) -> list[int]:
-    """Sums that are others when a number of the table is, or when its rows are in another order."""
-    return (table * torch.arange(1, len(table) + 1).unsqueeze(1)).sum(0).tolist()
 
 
 def difference(before: Fingerprint, now: Fingerprint) -> str | None:

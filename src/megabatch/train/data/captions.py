@@ -1,18 +1,26 @@
-"""What of a sample is its image and what are its captions, and which of several captions a pass takes."""
+"""What of a record is its image, its captions or its texts, and which of several captions a pass takes.
+
+A record is the files of a sample, by suffix, or a row of a table, by column.
+"""
 
 import json
 import math
+import re
+import reprlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from .images import content_key
+from ..config import Data
+from .images import content_key, read_file
 from .source import LARGEST_FILE, LARGEST_TEXT, BadSample, Sample, Source
 
 IMAGE_SUFFIXES = ("jpg", "png", "jpeg", "webp")
 IMAGE_COLUMNS = ("image", "filepath", "file_name", *IMAGE_SUFFIXES)
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "txt")
+PAIR = re.compile(r"query|anchor|positive|pos|neg|negatives?(_\d+)?")  # columns of a pair of texts
 _FIRST = 64  # samples, to find out whether any can be used
 
 
@@ -43,11 +51,16 @@ class Fields:
             raise ValueError(f"--json-text-key-probs: must be finite, at least 0, and not all 0, got {got}.")
 
     @classmethod
-    def of_flags(cls, image: str | None, text: str | None, json_text: str | None, probs: Sequence[float]) -> "Fields":
+    def of_flags(cls, options: Data) -> "Fields":
         """Of names with semicolons between them."""
-        keys = (tuple(filter(None, map(str.strip, (names or "").split(";")))) for names in (image, text, json_text))
-        image_keys, text_keys, json_text_keys = keys
-        return cls(image_keys, text_keys, json_text_keys, tuple(probs))
+        flags = (options.image_key, options.text_key, options.json_text_key)
+        image, text, json_text = (tuple(filter(None, map(str.strip, (flag or "").split(";")))) for flag in flags)
+        try:
+            probs = tuple(map(float, re.findall(r"[^\s;,]+", options.json_text_key_probs or "")))
+        except ValueError:
+            got = repr(options.json_text_key_probs)
+            raise ValueError(f"--json-text-key-probs: must be numbers, such as 0.7;0.3, got {got}.") from None
+        return cls(image, text, json_text, probs)
 
     def image_key(self, suffixes: Container[str]) -> str:
         """Which of a sample's files is the image. Suffixes are in lower case, without the dot."""
@@ -74,23 +87,59 @@ class Fields:
             values = None
         if not isinstance(values, dict):
             raise BadSample("json is not an object")
-        return self.captioned(image, values, self.json_text_keys or ("caption",), "no caption in json")
+        return self._captioned(image, [values], self.json_text_keys or ("caption",), "no caption in json")
 
     @property
     def columns(self) -> tuple[Sequence[str], Sequence[str]]:
         """Of images and of captions, in tables."""
         return self.image_keys or IMAGE_COLUMNS, self.json_text_keys or self.text_keys or CAPTION_COLUMNS
 
-    def captioned(self, image: bytes, values: Mapping[str, Any], keys: Sequence[str], missing: str) -> Sample:
-        """An image with the values of these keys. What is no text does not count."""
-        groups = [_texts(values.get(key)) for key in keys]
-        weights_of_groups = zip(groups, self.probs, strict=False)
-        weighted = [(text, prob / len(group)) for group, prob in weights_of_groups for text in group if prob]
-        weighted = weighted or [(text, 1.0) for text in texts_of(values, keys)]
+    def image_of(self, row: Mapping[str, Any]) -> Any:
+        """The bytes or the path of an image, where a row has either, or a struct with either."""
+        value = next((row[name] for name in self.columns[0] if row.get(name)), None)
+        return value.get("bytes") or value.get("path") if isinstance(value, dict) else value
+
+    def sample_of_rows(self, rows: Sequence[Mapping[str, Any]], folder: Path) -> Sample:
+        """Of the rows of an image. A path starts at the folder."""
+        image = self.image_of(rows[0])
+        if isinstance(image, str):
+            image = read_file(folder / image)
+        if not isinstance(image, bytes):
+            raise BadSample("no image")
+        return self._captioned(image, rows, self.columns[1], "no caption")
+
+    def _captioned(self, image: bytes, rows: Sequence[Mapping[str, Any]], keys: Sequence[str], missing: str) -> Sample:
+        weighted = [caption for row in rows for caption in self._weighted(row, keys)]
         if not weighted:
             raise BadSample(missing)
         (text, *others), weights = zip(*weighted, strict=True)
         return Sample(text, content_key(image), image, rgb_first=True, captions=tuple(others), weights=weights)
+
+    def _weighted(self, row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, float]]:
+        """The captions of a row, with their weights. What is no text does not count."""
+        groups = [_texts(row.get(key)) for key in keys]
+        weights_of_groups = zip(groups, self.probs, strict=False)
+        weighted = [(text, prob / len(group)) for group, prob in weights_of_groups for text in group if prob]
+        return weighted or [(text, 1.0) for text in next(filter(None, groups), [])]
+
+
+def pair_of(row: Mapping[str, Any], where: str) -> Sample:
+    """Of `{"query": ..., "positive": ..., "negatives": [...]}`, or FlagEmbedding's `{"query": ..., "pos": [...],
+    "neg": [...]}`, of which the first of `pos` is the positive.
+
+    Negatives may be left out, or be "negative", "negative_1" and so on. "anchor" is another name of "query". Other keys
+    are not used. Raises ValueError.
+    """
+    if not {"positive", "negatives"}.isdisjoint(row) and not {"pos", "neg"}.isdisjoint(row):
+        raise ValueError(f"{where} must have either positive and negatives, or pos and neg, got {', '.join(row)}.")
+    query = _text(row.get("query", row.get("anchor")), f"{where}: query")
+    positives = _all_texts(row["pos"], f"{where}: pos") if "pos" in row else [row.get("positive")]
+    positive = _text(positives[0] if positives else None, f"{where}: positive")
+    negatives: list[str] = []
+    for key, value in row.items():
+        if key.startswith("neg") and PAIR.fullmatch(key) and value is not None:
+            negatives += [value] if isinstance(value, str) else _all_texts(value, f"{where}: {key}")
+    return Sample(positive, duplicate_key=query, query=query, negatives=tuple(negatives))
 
 
 def drawn(sample: Sample, seed: int, number: int, index: int) -> Sample:
@@ -121,10 +170,17 @@ def _first(keys: Sequence[str], suffixes: Container[str], missing: str) -> str:
     return key
 
 
-def texts_of(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """The captions of the first of these keys that has any."""
-    return next((texts for texts in (_texts(values.get(key)) for key in keys) if texts), [])
-
-
 def _texts(value: Any) -> list[str]:
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text.strip()]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a text, got {reprlib.repr(value)}.")
+    return value
+
+
+def _all_texts(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"{what} must be a list of texts, got {reprlib.repr(value)}.")
+    return value

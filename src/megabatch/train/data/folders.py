@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from ..fingerprint import data_line
-from .captions import Fields, check_first
+from .captions import IMAGE_SUFFIXES, Fields, check_first
 from .images import read_file
-from .source import BadSample, Sample, Source, Strings, printable
+from .source import Sample, Source, Strings, printable
 from .tables import some_sizes
 
 
@@ -26,9 +28,9 @@ class CaptionedFolder(Source):
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
-        stem, suffixes = self._stem_and_suffixes(index)
-        keys = (self._fields.image_key(suffixes), self._fields.text_key(suffixes))
-        return self._fields.sample_of({key: read_file(self._folder / f"{stem}.{suffixes[key]}") for key in keys})
+        files = self._files(index)
+        keys = (self._fields.image_key(files), self._fields.text_key(files))
+        return self._fields.sample_of({key: read_file(files[key]) for key in keys})
 
     def name(self, index: int) -> str:
         return printable(str(self._image(index)))
@@ -38,28 +40,24 @@ class CaptionedFolder(Source):
 
     def _find(self) -> Iterator[str]:
         """What files of a sample share of their path, and their suffixes after zeros."""
-        met: set[str] = set()
+        images, met = set(self._fields.image_keys or IMAGE_SUFFIXES), set[str]()
         for root, folders, names in os.walk(self._folder, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
             if os.path.realpath(root) in met:  # links may lead round in a circle
                 folders.clear()
                 continue
             met.add(os.path.realpath(root))
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            samples: dict[str, list[str]] = {}
-            for name in sorted(name for name in names if not name.startswith(".")):
-                stem, suffix = os.path.splitext(os.path.relpath(os.path.join(root, name), self._folder))
-                samples.setdefault(stem, []).append(suffix[1:])
-            for stem, suffixes in samples.items():
-                try:
-                    self._fields.image_key([suffix.lower() for suffix in suffixes])
-                except BadSample:
-                    continue
-                yield "\0".join([stem, *suffixes])
+            files = sorted(os.path.splitext(name) for name in names if not name.startswith("."))
+            for stem, same_stem in groupby(files, key=itemgetter(0)):
+                suffixes = [suffix[1:] for _, suffix in same_stem]
+                if not images.isdisjoint(map(str.lower, suffixes)):
+                    yield "\0".join([os.path.relpath(os.path.join(root, stem), self._folder), *suffixes])
 
-    def _stem_and_suffixes(self, index: int) -> tuple[str, dict[str, str]]:
+    def _files(self, index: int) -> dict[str, Path]:
+        """Of a sample, by suffix."""
         stem, *suffixes = self._samples[index].split("\0")
-        return stem, {suffix.lower(): suffix for suffix in suffixes}
+        return {suffix.lower(): self._folder / f"{stem}.{suffix}" for suffix in suffixes}
 
     def _image(self, index: int) -> Path:
-        stem, suffixes = self._stem_and_suffixes(index)
-        return self._folder / f"{stem}.{suffixes[self._fields.image_key(suffixes)]}"
+        files = self._files(index)
+        return files[self._fields.image_key(files)]

@@ -12,8 +12,9 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from PIL import Image, ImageFont, ImageOps
@@ -25,18 +26,9 @@ from .source import Sample, Source
 # A picture that is in several fonts has its name from the first of these. Font Awesome and Material Design are there in
 # two versions: the newer comes first.
 _FONTS = (
-    "materialdesignicons6",
-    "fontawesome6-solid",
-    "fontawesome6-regular",
-    "fontawesome6-brands",
-    "phosphor",
-    "remixicon",
-    "codicon",
-    "elusiveicons",
-    "materialdesignicons5",
-    "fontawesome5-solid",
-    "fontawesome5-regular",
-    "fontawesome5-brands",
+    *("materialdesignicons6", "fontawesome6-solid", "fontawesome6-regular", "fontawesome6-brands", "phosphor"),
+    *("remixicon", "codicon", "elusiveicons", "materialdesignicons5"),
+    *("fontawesome5-solid", "fontawesome5-regular", "fontawesome5-brands"),
 )
 # Words that vary an icon and make no other one of it, unless they come first: "light bulb", "square root".
 _STYLES = (
@@ -48,8 +40,7 @@ _HELD_OUT = 0.08  # of the stems
 _SAME = 0.95  # the cosine between two pictures above which they look the same
 
 
-@dataclass(frozen=True)
-class _Icon:
+class _Icon(NamedTuple):
     name: str  # "materialdesignicons6/account-outline"
     caption: str
     pixels: bytes
@@ -79,7 +70,7 @@ class Icons(Source):
         return self._icons[index].name
 
     def fingerprint(self) -> list[str]:
-        return [data_line("icons", len(self), *[(icon.name, icon.caption, icon.pixels) for icon in self._icons])]
+        return [data_line("icons", len(self), *map(tuple, self._icons))]
 
 
 def stem(caption: str) -> str:
@@ -96,12 +87,12 @@ def _both_sides() -> tuple[list[_Icon], list[_Icon]]:
     held_out = [icon for icon in icons if _fraction(stem(icon.caption)) < _HELD_OUT]
     others = [icon for icon in icons if _fraction(stem(icon.caption)) >= _HELD_OUT]
     ink = _ink(held_out)
-    alike = torch.cat([_look_the_same(some, ink).any(1) for some in torch.split(_ink(others), 1024)]).tolist()
+    alike = torch.cat([_look_the_same(some, ink).any(1) for some in torch.split(_ink(others), 1024)])
     different = {icon.caption: icon for icon in held_out}
-    return [icon for icon, left_out in zip(others, alike, strict=True) if not left_out], [*different.values()]
+    return list(compress(others, (~alike).tolist())), list(different.values())
 
 
-def _fonts() -> list[Path]:
+def _fonts() -> Iterator[Path]:
     package = importlib.util.find_spec("qtawesome")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(
@@ -109,13 +100,11 @@ def _fonts() -> list[Path]:
             name="qtawesome",
         )
     folder = Path(package.submodule_search_locations[0]) / "fonts"
-    fonts = []
     for name in _FONTS:
-        found = sorted(folder.glob(f"{name}-*.ttf"))
+        found = list(folder.glob(f"{name}-*.ttf"))
         if len(found) != 1:
             raise FileNotFoundError(f"icons: qtawesome must have one font {name}, got {len(found)} in {folder}.")
-        fonts += found
-    return fonts
+        yield found[0]
 
 
 def _drawn(path: Path) -> Iterator[_Icon]:
@@ -124,23 +113,21 @@ def _drawn(path: Path) -> Iterator[_Icon]:
     title, version = path.stem.rsplit("-", 1)
     characters = json.loads((path.parent / f"{title}-charmap-{version}.json").read_text())
     for name, code in characters.items():
-        pixels = _draw(font, chr(int(code, 16))).tobytes()
+        pixels = _draw(font, chr(int(code, 16)))
         if min(pixels) < 255:
-            full_name = f"{title.removesuffix('-webfont')}/{name}"
-            yield _Icon(full_name, name.replace("-", " "), pixels)
+            yield _Icon(f"{title.removesuffix('-webfont')}/{name}", name.replace("-", " "), pixels)
 
 
-def _draw(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
+def _draw(font: ImageFont.FreeTypeFont, character: str) -> bytes:
     """Dark on light, in the middle, in the font's own size unless it is too large for that."""
     mask = font.getmask(character, mode="L")
     canvas = Image.new("L", (_SIDE, _SIDE), 255)
-    if 0 in mask.size:
-        return canvas
-    ink = Image.frombytes("L", mask.size, bytes(mask))
-    if max(mask.size) > _SIDE:
-        ink = ImageOps.contain(ink, (_SIDE, _SIDE))
-    canvas.paste(0, ((_SIDE - ink.width) // 2, (_SIDE - ink.height) // 2), ink)
-    return canvas
+    if 0 not in mask.size:
+        ink = Image.frombytes("L", mask.size, bytes(mask))
+        if max(mask.size) > _SIDE:
+            ink = ImageOps.contain(ink, (_SIDE, _SIDE))
+        canvas.paste(0, ((_SIDE - ink.width) // 2, (_SIDE - ink.height) // 2), ink)
+    return canvas.tobytes()
 
 
 def _distinct(icons: list[_Icon]) -> list[_Icon]:

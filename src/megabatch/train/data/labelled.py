@@ -1,6 +1,5 @@
 """Images with classes, to be told apart by their names alone."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..fingerprint import data_line
@@ -32,30 +31,21 @@ class ImageFolder(Source):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        classnames: str | Path | None = None,
-        templates: str | Path | None = None,
+        self, folder: str | Path, classnames: str | Path | None = None, templates: str | Path | None = None
     ) -> None:
-        folders = sorted(
-            path for path in _existing(Path(folder)).iterdir() if path.is_dir() and not path.name.startswith(".")
-        )
+        if not Path(folder).is_dir():
+            raise ValueError(f"--zeroshot-data {folder}: must be a folder, with a folder per class in it.")
+        folders = sorted(path for path in Path(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
         if not folders:
             raise ValueError(f"--zeroshot-data {folder}: must have a folder per class, has none.")
         self._images: list[tuple[Path, int]] = []
         for number, path in enumerate(folders):
             images = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
             if not images:
-                raise ValueError(
-                    f"--zeroshot-data {printable(str(path))}: must have images ({', '.join(SUFFIXES)}), has none."
-                )
+                name = printable(str(path))
+                raise ValueError(f"--zeroshot-data {name}: must have images ({', '.join(SUFFIXES)}), has none.")
             self._images += [(image, number) for image in images]
-        names = [path.name for path in folders]
-        if classnames is None:
-            self.classnames = [name.replace("_", " ") for name in names]
-        else:
-            imagenet = classnames == "imagenet"
-            self.classnames = _of_imagenet(names) if imagenet else _read_names(Path(classnames), names)
+        self.classnames = _class_names([path.name for path in folders], classnames)
         self.templates = list(TEMPLATES) if templates is None else read_templates(templates)
 
     def __len__(self) -> int:
@@ -73,61 +63,58 @@ class ImageFolder(Source):
         return [data_line("classes", len(self), self.classnames, [path.name for path, _ in self._images])]
 
 
-def _of_imagenet(folders: list[str]) -> list[str]:
-    names = import_open_clip().zero_shot_metadata.IMAGENET_CLASSNAMES
-    from timm.data import ImageNetInfo
-
-    numbers = {name: number for number, name in enumerate(ImageNetInfo().label_names())}
-    numbers |= {str(number): number for number in range(len(names))}
-    if unknown := [folder for folder in folders if folder not in numbers]:
-        raise ValueError(f"--classnames imagenet: folders must be named n01440764 and the like, got {unknown[0]!r}.")
-    return [names[numbers[folder]] for folder in folders]
-
-
 def read_templates(path: str | Path) -> list[str]:
     """Prompts, one per line, with {} for the class name; or open_clip's, by name."""
     if path in ("imagenet", "simple"):
         metadata = import_open_clip().zero_shot_metadata
         makers = metadata.OPENAI_IMAGENET_TEMPLATES if path == "imagenet" else metadata.SIMPLE_IMAGENET_TEMPLATES
         return [make("{}") for make in makers]
-    lines = _lines(Path(path), "--templates")
-    for number, line in lines:
+    lines = _lines(path, "--templates")
+    for number, line in lines.items():
         if line.count("{}") != 1:
             raise ValueError(f"--templates {path}: line {number} must contain {{}} once, got {line!r}.")
-    return [line for _, line in lines]
+    return list(lines.values())
 
 
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ValueError(f"--zeroshot-data {folder}: must be a folder, with a folder per class in it.")
-    return folder
+def _class_names(folders: list[str], classnames: str | Path | None) -> list[str]:
+    if classnames is None:
+        return [folder.replace("_", " ") for folder in folders]
+    names = _of_imagenet() if classnames == "imagenet" else _of_file(Path(classnames), folders)
+    if missing := [folder for folder in folders if folder not in names]:
+        rule = "must name all folders (imagenet: n01440764 and the like)"
+        raise ValueError(f"--classnames {classnames}: {rule}, lacks {len(missing)} such as {missing[0]!r}.")
+    return [names[folder] for folder in folders]
 
 
-def _lines(path: Path, flag: str) -> Sequence[tuple[int, str]]:
-    """The lines that are not empty, with their numbers."""
-    check_file(path, LARGEST_TEXT)
-    lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
-    lines_with_text = [(number, line.strip()) for number, line in lines if line.strip()]
+def _of_imagenet() -> dict[str, str]:
+    names = import_open_clip().zero_shot_metadata.IMAGENET_CLASSNAMES
+    from timm.data import ImageNetInfo
+
+    ids = ImageNetInfo().label_names()
+    return dict(zip(ids, names, strict=True)) | {str(number): name for number, name in enumerate(names)}
+
+
+def _of_file(path: Path, folders: list[str]) -> dict[str, str]:
+    lines = _lines(path, "--classnames")
+    if not any("\t" in line for line in lines.values()):
+        if len(lines) != len(folders):
+            raise ValueError(f"--classnames {path}: must have {len(folders)} names, one per folder, got {len(lines)}.")
+        return dict(zip(folders, lines.values(), strict=True))
+    names: dict[str, str] = {}
+    for number, line in lines.items():
+        folder, _, name = line.partition("\t")
+        if not name.strip() or folder in names:
+            rule = "must be 'folder<TAB>name', of another folder than before"
+            raise ValueError(f"--classnames {path}: line {number} {rule}, got {line!r}.")
+        names[folder] = name.strip()
+    return names
+
+
+def _lines(path: str | Path, flag: str) -> dict[int, str]:
+    """The lines that are not empty, by their numbers."""
+    check_file(Path(path), LARGEST_TEXT)
+    lines = enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), start=1)
+    lines_with_text = {number: line.strip() for number, line in lines if line.strip()}
     if not lines_with_text:
         raise ValueError(f"{flag} {path}: must have at least one line, is empty.")
     return lines_with_text
-
-
-def _read_names(path: Path, folders: list[str]) -> list[str]:
-    lines = _lines(path, "--classnames")
-    if not any("\t" in line for _, line in lines):
-        if len(lines) != len(folders):
-            raise ValueError(f"--classnames {path}: must have {len(folders)} names, one per folder, got {len(lines)}.")
-        return [line for _, line in lines]
-    names: dict[str, str] = {}
-    for number, line in lines:
-        folder, tab, name = line.partition("\t")
-        if not tab or not name.strip():
-            raise ValueError(f"--classnames {path}: line {number} must be 'folder<TAB>name', got {line!r}.")
-        if folder in names:
-            raise ValueError(f"--classnames {path}: line {number} must not name {folder!r} again.")
-        names[folder] = name.strip()
-    missing = [folder for folder in folders if folder not in names]
-    if missing:
-        raise ValueError(f"--classnames {path}: must name all folders, lacks {len(missing)} such as {missing[0]!r}.")
-    return [names[folder] for folder in folders]

@@ -6,7 +6,7 @@ and memory-mapped.
 
 import json
 import re
-from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..fingerprint import data_line
 from . import storage
-from .captions import Fields, check_first
-from .images import read_file
+from .blocks import Blocks
+from .captions import PAIR, Fields, check_first, pair_of
 from .listing import Listed, expand
-from .pairs import PAIR, pair_of
 from .source import BadSample, Sample, Source, Unread, printable
 
 LARGEST_HELD = 2**32  # bytes of row groups in a process
@@ -30,7 +29,7 @@ _SPLIT = re.compile(r"(?:^|[/._-])(train|test|val|valid|validation|dev)(?=[/._-]
 
 
 class Parquet(Source):
-    """Rows with an image and captions, named as `Fields` says, or with texts, named as in `TextPairs`.
+    """Rows with an image and captions, named as `Fields` says, or with texts, named as in `pair_of`.
 
     An image is bytes, a path that starts at the folder of the first file, or a struct with bytes or path.
 
@@ -42,7 +41,8 @@ class Parquet(Source):
     def __init__(self, what: str, fields: Fields | None = None, *, factors: str | None = None) -> None:
         self._fields = fields or Fields()
         self._files = _files_of(what) if what.endswith("/") or Path(what).is_dir() else expand(what, factors=factors)
-        names = _names(self._files[0])
+        first = _opened(self._files[0])
+        names = first.names
         images, captions = self._fields.columns
         self.texts_only = set(images).isdisjoint(names)
         used = list(filter(PAIR.fullmatch, names)) if self.texts_only else {*images, *captions}
@@ -55,9 +55,9 @@ class Parquet(Source):
         self._ends = self.counts.cumsum(0)
         if not self.counts.any():
             raise ValueError(f"{what}: must have rows, has none.")
-        self.block = _ARROW_BLOCK if _is_arrow(self._files[0]) else int(self.counts.max())
+        self.block = _ARROW_BLOCK if isinstance(first, _ArrowFile) else int(self.counts.max())
         self.weights = torch.tensor([file.weight for file in self._files])[self._groups[:, 0]]
-        self._most, self._tables = 8, OrderedDict[int, Any]()
+        self._tables = Blocks(self._read_group)
         has = f"It has the columns {', '.join(map(printable, names))}."
         check_first(self, f"{has} Name those of images and captions with --image-key and --text-key.")
 
@@ -66,7 +66,7 @@ class Parquet(Source):
 
     def __getitem__(self, index: int) -> Sample:
         group = self._group(index)
-        table, row = self._table(group), index - int(self._ends[group] - self.counts[group])
+        table, row = self._tables.get(group), index - int(self._ends[group] - self.counts[group])
         try:
             values = {name: table.column(name)[row].as_py() for name in self._columns}
             if self.texts_only:
@@ -75,15 +75,7 @@ class Parquet(Source):
             raise BadSample("text is not UTF-8") from None
         except ValueError:
             raise BadSample("no pair of texts") from None
-        images, captions = self._fields.columns
-        image = next((values[name] for name in images if values.get(name)), None)
-        if isinstance(image, dict):
-            image = image.get("bytes") or image.get("path")
-        if isinstance(image, str):
-            image = read_file(Path(self._files[0].url).parent / image)
-        if not isinstance(image, bytes):
-            raise BadSample("no image")
-        return self._fields.captioned(image, values, captions, "no caption")
+        return self._fields.sample_of_rows([values], Path(self._files[0].url).parent)
 
     def name(self, index: int) -> str:
         file = int(self._groups[self._group(index), 0])
@@ -94,8 +86,11 @@ class Parquet(Source):
     def counts(self) -> Tensor:
         return self._groups[:, 2]
 
+    def prefetch(self, indices: Iterable[int]) -> None:
+        self._tables.prefetch(dict.fromkeys(map(self._group, indices)))
+
     def keep(self, blocks: int) -> None:
-        self._most = blocks
+        self._tables.most = blocks
         held, largest = min(blocks, len(self._groups)), int(self._groups[:, 3].max())
         if held * largest > LARGEST_HELD:
             file = self._files[int(self._groups[self._groups[:, 3].argmax(), 0])]
@@ -112,43 +107,71 @@ class Parquet(Source):
             for file, each in zip(self._files, groups, strict=True)
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tables": OrderedDict()}
-
     def _groups_of(self, file: Listed) -> list[tuple[int, int, int]]:
         """Number, rows, and bytes of the columns of each row group."""
-        if missing := set(self._columns) - set(_names(file)):
+        opened = _opened(file)
+        if missing := set(self._columns) - set(opened.names):
             first = printable(self._files[0].url)
             raise ValueError(f"{printable(file.url)}: must have the columns of {first}, lacks {', '.join(missing)}.")
-        if _is_arrow(file):
-            return [(0, len(_opened(file)), 0)]
-        metadata = _opened(file).metadata
-        paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-        columns = [number for number, path in enumerate(paths) if path.partition(".")[0] in self._columns]
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        sizes = [sum(group.column(column).total_uncompressed_size for column in columns) for group in groups]
-        return [(number, group.num_rows, sizes[number]) for number, group in enumerate(groups)]
+        return [(number, *group) for number, group in enumerate(opened.groups(self._columns))]
 
     def _group(self, index: int) -> int:
         return int(torch.searchsorted(self._ends, index, right=True))
 
-    def _table(self, group: int) -> Any:
-        """The rows of a row group. Why it could not be read is kept as well, so that it is asked for once."""
-        if group not in self._tables:
-            while len(self._tables) >= self._most:
-                self._tables.popitem(last=False)
-            file, number, *_ = self._groups[group].tolist()
-            try:
-                opened = _opened(self._files[file])
-                is_table = _is_arrow(self._files[file])
-                table = opened if is_table else opened.read_row_group(number, self._columns, use_threads=False)
-            except _ERRORS as error:
-                table = printable(f"{self._files[file].url}, row group {number}: {str(error).strip()}")
-            self._tables[group] = table
-        self._tables.move_to_end(group)
-        if isinstance(self._tables[group], str):
-            raise Unread(self._tables[group])
-        return self._tables[group]
+    def _read_group(self, group: int) -> Any:
+        number_of_file, number, rows, _ = self._groups[group].tolist()
+        file = self._files[number_of_file]
+        try:
+            table = _opened(file).read(number, self._columns)
+            if len(table) != rows:
+                raise ValueError(f"has {len(table)} rows, had {rows} when the run began")
+        except _ERRORS as error:
+            raise Unread(printable(f"{file.url}, row group {number}: {str(error).strip()}")) from None
+        return table
+
+
+class _ArrowFile:
+    """What `save_to_disk` writes: an Arrow stream."""
+
+    def __init__(self, file: Listed) -> None:
+        import pyarrow.ipc
+
+        self._table = pyarrow.ipc.open_stream(pyarrow.memory_map(storage.local_path(file.url))).read_all()
+        self.names: list[str] = self._table.schema.names
+
+    def groups(self, columns: Sequence[str]) -> list[tuple[int, int]]:
+        return [(len(self._table), 0)]
+
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        return self._table
+
+
+class _ParquetFile:
+    """A file of which the footer is kept."""
+
+    def __init__(self, file: Listed) -> None:
+        self._file = file
+        self._footer: Any = None
+        self._footer = self._reader().metadata
+        self.names: list[str] = self._footer.schema.to_arrow_schema().names
+
+    def groups(self, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Rows of each row group, and bytes of the columns."""
+        groups = []
+        for group in map(self._footer.row_group, range(self._footer.num_row_groups)):
+            chunks = map(group.column, range(group.num_columns))
+            used = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
+            groups.append((group.num_rows, sum(chunk.total_uncompressed_size for chunk in used)))
+        return groups
+
+    def read(self, number: int, columns: Sequence[str]) -> Any:
+        return self._reader().read_row_group(number, columns, use_threads=False)
+
+    def _reader(self) -> Any:
+        """Of one thread."""
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(_Ranges(self._file), "r"), metadata=self._footer)
 
 
 class _Ranges:
@@ -167,39 +190,24 @@ class _Ranges:
 
     def read(self, size: int) -> bytes:
         start, self._position = self._position, min(self._position + size, self._file.size)
-        return storage.read(self._file.url, start, self._position) if start < self._position else b""
-
-
-def _is_arrow(file: Listed) -> bool:
-    return file.url.endswith(".arrow")
+        return storage.read(self._file.url, start, self._position)
 
 
 @lru_cache(maxsize=64)
-def _opened(file: Listed) -> Any:
-    """A ParquetFile, which has read its footer, or the table of an Arrow file."""
-    try:
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{file.url}: pyarrow must be importable. Run pip install 'megabatch[parquet]'.") from error
-    path = storage.local_path(file.url)
-    if _is_arrow(file) and path is None:
+def _opened(file: Listed) -> _ArrowFile | _ParquetFile:
+    is_arrow = file.url.endswith(".arrow")
+    if is_arrow and storage.local_path(file.url) is None:
         raise ValueError(f"{file.url}: must be local, as an Arrow file. Copy it to a disk, or write Parquet files.")
     try:
-        if not _is_arrow(file):
-            return pyarrow.parquet.ParquetFile(pyarrow.PythonFile(_Ranges(file), "r"))
-        return pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+        return _ArrowFile(file) if is_arrow else _ParquetFile(file)
+    except ImportError as error:
+        raise ImportError(f"{file.url}: pyarrow must be importable. Run pip install 'megabatch[parquet]'.") from error
     except storage.StorageError:
         raise
     except _ERRORS as error:
-        kind = "an Arrow stream of save_to_disk" if _is_arrow(file) else "a whole Parquet file"
+        kind = "an Arrow stream of save_to_disk" if is_arrow else "a whole Parquet file"
         got = printable(str(error).strip())
         raise ValueError(f"{printable(file.url)}: must be {kind}, got: {got}. Fetch or write it anew.") from None
-
-
-def _names(file: Listed) -> list[str]:
-    opened = _opened(file)
-    return list((opened.schema if _is_arrow(file) else opened.schema_arrow).names)
 
 
 def _files_of(folder: str) -> list[Listed]:
