@@ -1,26 +1,22 @@
 """WebDataset's tar shards, in the layout that img2dataset writes: `key.jpg` with `key.txt` or `key.json`.
 
-They are read in blocks of 64 samples, one range of bytes each. Blocks are read ahead of their use and by several
-threads, and kept until all of their samples have been used.
+They are read in blocks of 64 samples, one range of bytes each.
 """
 
-import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..fingerprint import data_line
 from . import storage
+from .blocks import Blocks
 from .captions import Fields
 from .index import BLOCK_SAMPLES, Index
 from .source import LARGEST_FILE, BadSample, Sample, Source, Unread, printable
 from .tars import BadTar, Group, Read, groups
 
-IN_FLIGHT = 16  # requests of a process
 _LARGEST_BLOCK = 2**30  # bytes to hold; of a larger one, each file is read when it is needed
 
 Key = tuple[int, int]  # a shard, and a block of it
@@ -35,7 +31,7 @@ class Shards(Source):
         self._index, self._fields = index, fields
         self.weights = index.weights
         self._ends = index.samples.cumsum(0)
-        self._blocks = _Blocks(self._read_block)
+        self._blocks = Blocks(self._read_block)
         if not len(self):
             raise ValueError("tar shards: must hold samples, such as 000.jpg with 000.txt, hold none.")
 
@@ -48,21 +44,21 @@ class Shards(Source):
 
     def __getitem__(self, index: int) -> Sample:
         key, number = self._place(index)
-        read, found = self._blocks.get(key)
-        files = found[number].files
+        block = self._blocks.get(key)
+        files = block.groups[number].files
         names = {self._fields.image_key(files), self._fields.text_key(files)}
         if any(size > LARGEST_FILE for _, size in (files[name] for name in names)):
             raise BadSample(f"file of more than {LARGEST_FILE} bytes")
-        return self._fields.sample_of({name: read(files[name][0], sum(files[name])) for name in names})
+        return self._fields.sample_of({name: block.read(files[name][0], sum(files[name])) for name in names})
 
     def name(self, index: int) -> str:
         key, number = self._place(index)
-        found = self._blocks.peek(key)
-        which = found[number].key if found is not None else f"sample {key[1] * BLOCK_SAMPLES + number}"
+        block = self._blocks.peek(key)
+        which = block.groups[number].key if block is not None else f"sample {key[1] * BLOCK_SAMPLES + number}"
         return printable(f"{self._index.urls[key[0]]}: {which}")
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        self._blocks.want(dict.fromkeys(self._place(index)[0] for index in indices))
+        self._blocks.prefetch(dict.fromkeys(self._place(index)[0] for index in indices))
 
     def keep(self, blocks: int) -> None:
         self._blocks.most = blocks
@@ -81,7 +77,7 @@ class Shards(Source):
         number = index - int(self._ends[shard] - self._index.samples[shard])
         return (shard, number // BLOCK_SAMPLES), number % BLOCK_SAMPLES
 
-    def _read_block(self, key: Key) -> tuple[Read, list[Group]]:
+    def _read_block(self, key: Key) -> "_Block":
         shard, number = key
         url, (start, stop) = self._index.urls[shard], self._index.block(shard, number)
         try:
@@ -99,55 +95,13 @@ class Shards(Source):
                 f"{printable(url)} from byte {start} to {stop}: has {len(found)} samples, had {expected} when it was "
                 "indexed"
             )
-        return read, found
+        return _Block(read, found)
 
 
-class _Blocks:
-    """Blocks that are read or being read: the last `most` of them, without those whose samples were all used."""
+@dataclass(frozen=True)
+class _Block:
+    read: Read
+    groups: list[Group]
 
-    def __init__(self, load: Callable[[Key], tuple[Read, list[Group]]]) -> None:
-        self.most, self._load = 64, load
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"most": self.most, "_load": self._load}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._held: OrderedDict[Key, Future[tuple[Read, list[Group]]]] = OrderedDict()
-        self._used: Counter[Key] = Counter()
-        self._threads: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
-
-    def want(self, keys: Iterable[Key]) -> None:
-        if self._process != os.getpid():  # threads are not forked
-            self.__setstate__({})
-        for key in keys:
-            if key not in self._held:
-                self._threads = self._threads or ThreadPoolExecutor(IN_FLIGHT)
-                self._held[key] = self._threads.submit(self._load, key)
-            self._held.move_to_end(key)
-        while len(self._held) > self.most:
-            self._drop(next(iter(self._held)))
-
-    def get(self, key: Key) -> tuple[Read, list[Group]]:
-        """For one of its samples."""
-        if (last := next(reversed(self._held), None)) is not None and last != key and self._is_used(last):
-            self._drop(last)  # not before: its samples can still be named
-        self.want([key])
-        found = self._held[key].result()
-        self._used[key] += 1
-        return found
-
-    def _is_used(self, key: Key) -> bool:
-        found = self.peek(key)
-        return found is not None and self._used[key] >= len(found)
-
-    def peek(self, key: Key) -> list[Group] | None:
-        """Its samples, if it was read."""
-        future = self._held.get(key)
-        return future.result()[1] if future is not None and future.done() and not future.exception() else None
-
-    def _drop(self, key: Key) -> None:
-        self._held.pop(key).cancel()
-        self._used.pop(key, None)
+    def __len__(self) -> int:
+        return len(self.groups)
