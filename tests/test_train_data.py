@@ -864,15 +864,13 @@ def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
 def test_the_next_batch_is_put_together_beside_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the trainer holds the first and asks for nothing."""
     made: queue.Queue[tuple[int, threading.Thread]] = queue.Queue()
-    original = loader._Loader.next_batch
+    original = loader._Assembly.batch
 
-    def next_batch(self: loader._Loader) -> RankBatch | None:
-        batch = original(self)
-        assert batch is not None
-        made.put((batch.step, threading.current_thread()))
-        return batch
+    def batch(self: loader._Assembly, step: int) -> RankBatch:
+        made.put((step, threading.current_thread()))
+        return original(self, step)
 
-    monkeypatch.setattr(loader._Loader, "next_batch", next_batch)
+    monkeypatch.setattr(loader._Assembly, "batch", batch)
     iterator = endless()
     assert next(iterator).step == 0
     for step in range(2):
@@ -951,6 +949,18 @@ def test_workers_that_die_of_every_sample_end_the_run(logged: LoggedLines) -> No
         RuntimeError, match=r"workers must live, but 9 in a row were killed by SIGKILL, the last at sample"
     ):
         load(Deadly(50, dict.fromkeys(range(50), signal.SIGKILL)), workers=1, batch_size=20)
+
+
+def test_a_worker_that_is_dead_can_be_sent_requests_and_restarted(logged: LoggedLines) -> None:
+    worker = workers.Worker(Pictures(8), make_prepare())
+    worker._process.kill()
+    worker._process.join()
+    worker.send(workers.Request(0, 1, True, [workers.Row(0, 0, 3)]))
+    with pytest.raises(workers.WorkerDied):
+        worker.receive()
+    worker.restart()
+    assert texts_of(worker.receive()[1].second) == ["caption 3"]
+    worker.end()
 
 
 def deadly_tokenizer(texts: Sequence[str]) -> Tensor:
