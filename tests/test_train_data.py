@@ -31,8 +31,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from megabatch.train.config import Data
-from megabatch.train.data import loader, open_source, workers
-from megabatch.train.data import prepare as prepare_module
+from megabatch.train.data import loader, open_source, storage, workers
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
 from megabatch.train.data.labelled import ImageFolder, read_templates
 from megabatch.train.data.loader import RankBatch, Requests, batches
@@ -990,31 +989,35 @@ def test_a_slow_worker_is_not_called_dead(monkeypatch: pytest.MonkeyPatch, logge
     assert not any("restarted" in line for line in logged)
 
 
-class FailingDisk(Pictures):
-    """Reading some samples fails so many times."""
-
-    def __init__(self, count: int, failures: dict[int, int]) -> None:
-        super().__init__(count)
-        self.failures = failures
-
-    def __getitem__(self, index: int) -> Sample:
-        self.failures[index] = left = self.failures.get(index, 0) - 1
-        if left >= 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.usefixtures("small_pieces")
-def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(monkeypatch, workers: int) -> None:
-    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
-    found = load(FailingDisk(20, {3: 3, 11: 1}), workers=workers, batch_size=20, last_step=1)
-    assert_same(found, load(Pictures(20), batch_size=20, last_step=1))
-    failing = {3: 99, 7: 99, 11: 3, 12: 99, 13: 99}
-    (batch,) = load(FailingDisk(20, failing), workers=workers, batch_size=20, last_step=1)
+def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
+    write_images(tmp_path, *(f"{number}.jpg" for number in range(20)))
+    rows = "".join(f"{number}.jpg\tcaption {number}\n" for number in range(20))
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\n{rows}")
+    source = Table(tmp_path / "t.csv")
+    (whole,) = load(source, batch_size=20, last_step=1)
+    failures, real = {"3.jpg": 5, "11.jpg": 1}, Path.open
+
+    def failing(path: Path, *options: Any) -> Any:
+        failures[path.name] = left = failures.get(path.name, 0) - 1
+        if left >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    assert_same(load(source, workers=workers, batch_size=20, last_step=1), [whole])
+    failures |= {"3.jpg": 99, "7.jpg": 99, "11.jpg": 5, "12.jpg": 99, "13.jpg": 99}
+    (batch,) = load(source, workers=workers, batch_size=20, last_step=1)
     order = Order(torch.tensor([20]), seed=0, batch_size=20).of_step(0)[1].tolist()
-    reason = "disk error, 4 times: Input/output error"
-    expected = [Lost(order.index(sample), sample, f"sample {sample}", reason) for sample in (3, 7, 12, 13)]
+    reason = "tried 6 times: [Errno 5] Input/output error"
+    expected = [
+        Lost(order.index(sample), sample, source.name(sample), f"{tmp_path}/{sample}.jpg: {reason}")
+        for sample in (3, 7, 12, 13)
+    ]
     assert sorted(batch.lost, key=lambda lost: lost.index) == expected
     assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in expected)
 

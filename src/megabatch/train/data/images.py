@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from .source import LARGEST_FILE, BadSample
+from .storage import retried
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 NOT_AN_IMAGE = f"not an image ({', '.join(FORMATS)})"
@@ -17,7 +18,11 @@ _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
 def read_file(path: Path) -> bytes:
-    """What a sample may lack is its file. An error of the disk is no property of the sample."""
+    """What a sample may lack is its file. A disk that fails is asked again, and no property of the sample."""
+    return retried(str(path), lambda: _read(path))
+
+
+def _read(path: Path) -> bytes:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe or a device could wait for ever, or do worse
