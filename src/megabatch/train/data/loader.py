@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,12 +80,14 @@ def batches(
     """What is asked for, in memory from which `device` copies fast. Workers end when this is closed or dropped."""
     pin_to = device if device is not None and device.type == "cuda" else None
     source.keep(2 * requests.order.window_blocks // (requests.world_size * max(1, workers)) + _SPARE)
-    team: Sequence[InProcess] = [Worker(source, prepare) for _ in range(workers)] or [InProcess(source, prepare)]
+    processes = [Worker(source, prepare) for _ in range(workers)]
+    team: Sequence[InProcess] = processes or [InProcess(source, prepare)]
     made = _made(requests.of(source, len(team)), team, pin_memory=pin_to is not None)
-    if not workers:
+    if not processes:
         yield from (batch for batch in made if isinstance(batch, RankBatch))
         return
-    with ThreadPoolExecutor(1, initializer=_set_device, initargs=(pin_to,)) as thread:
+    set_device = partial(torch.cuda.set_device, pin_to) if pin_to else None  # for which its thread pins memory
+    with ThreadPoolExecutor(1, initializer=set_device) as thread:
         try:
             future = thread.submit(next, made, None)
             while (batch := future.result()) is not None:
@@ -94,14 +97,8 @@ def batches(
                 if isinstance(batch, RankBatch):
                     yield batch
         finally:
-            for worker in team:
+            for worker in processes:
                 worker.end()  # or the thread would wait for them
-
-
-def _set_device(device: torch.device | None) -> None:
-    """Memory is pinned for the device of its thread."""
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def _made(

@@ -92,9 +92,6 @@ class InProcess:
             yield row.sample
         self.position.value = -1
 
-    def end(self) -> None:
-        pass
-
 
 class WorkerDied(Exception):
     """Its worker can be restarted, and asked again."""
