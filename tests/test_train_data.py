@@ -31,8 +31,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from megabatch.train.config import Data
-from megabatch.train.data import loader, open_source, workers
-from megabatch.train.data import prepare as prepare_module
+from megabatch.train.data import loader, open_source, storage, workers
 from megabatch.train.data.images import NOT_AN_IMAGE, decode
 from megabatch.train.data.labelled import ImageFolder, read_templates
 from megabatch.train.data.loader import RankBatch, Requests, batches
@@ -187,14 +186,14 @@ def test_images_keep_the_mode_of_their_file_until_they_are_pixels(mode: str) -> 
     assert to_tensor(image, 3).shape == (3, 16, 24)
 
 
-@pytest.mark.parametrize("name", ["x" * 300 + ".png", "a\0b.png"])
-def test_a_name_that_no_file_can_have_is_a_bad_sample(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "reason"), [("x" * 300 + ".png", "file name too long"), ("a\0b.png", "not a path")])
+def test_a_name_that_no_file_can_have_is_a_bad_sample(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "0.png").write_bytes(encoded(picture(0)))
     table = tmp_path / "t.csv"
     table.write_text(f"filepath\ttitle\n0.png\ta\n{name}\tb\n")
     source = open_source(str(table))
     assert source[0].text == "a"
-    with pytest.raises(BadSample, match="not a path"):
+    with pytest.raises(BadSample, match=reason):
         source[1]
 
 
@@ -405,8 +404,8 @@ def test_bad_images_of_a_table_are_bad_samples(tmp_path: Path) -> None:
     assert {Path(name).name: reason for name, reason in batch.bad} == {
         "exe.jpg": NOT_AN_IMAGE,
         "folder.jpg": "not a file",
-        "missing.jpg": "no such file",
-        "x": "no such file",
+        "missing.jpg": "no such file or directory",
+        "x": "not a directory",
         tmp_path.name: "no image",
     }
 
@@ -862,15 +861,13 @@ def test_a_trainer_that_fails_while_it_holds_its_batches_can_exit() -> None:
 def test_the_next_batch_is_put_together_beside_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the trainer holds the first and asks for nothing."""
     made: queue.Queue[tuple[int, threading.Thread]] = queue.Queue()
-    original = loader._Loader.next_batch
+    original = loader._Assembly.batch
 
-    def next_batch(self: loader._Loader) -> RankBatch | None:
-        batch = original(self)
-        assert batch is not None
-        made.put((batch.step, threading.current_thread()))
-        return batch
+    def batch(self: loader._Assembly, step: int) -> RankBatch:
+        made.put((step, threading.current_thread()))
+        return original(self, step)
 
-    monkeypatch.setattr(loader._Loader, "next_batch", next_batch)
+    monkeypatch.setattr(loader._Assembly, "batch", batch)
     iterator = endless()
     assert next(iterator).step == 0
     for step in range(2):
@@ -951,6 +948,18 @@ def test_workers_that_die_of_every_sample_end_the_run(logged: LoggedLines) -> No
         load(Deadly(50, dict.fromkeys(range(50), signal.SIGKILL)), workers=1, batch_size=20)
 
 
+def test_a_worker_that_is_dead_can_be_sent_requests_and_restarted(logged: LoggedLines) -> None:
+    worker = workers.Worker(Pictures(8), make_prepare())
+    worker._process.kill()
+    worker._process.join()
+    worker.send(workers.Request(0, 1, True, [workers.Row(0, 0, 3)]))
+    with pytest.raises(workers.WorkerDied):
+        worker.receive()
+    worker.restart()
+    assert texts_of(worker.receive()[1].second) == ["caption 3"]
+    worker.end()
+
+
 def deadly_tokenizer(texts: Sequence[str]) -> Tensor:
     os._exit(3)
 
@@ -978,31 +987,35 @@ def test_a_slow_worker_is_not_called_dead(monkeypatch: pytest.MonkeyPatch, logge
     assert not any("restarted" in line for line in logged)
 
 
-class FailingDisk(Pictures):
-    """Reading some samples fails so many times."""
-
-    def __init__(self, count: int, failures: dict[int, int]) -> None:
-        super().__init__(count)
-        self.failures = failures
-
-    def __getitem__(self, index: int) -> Sample:
-        self.failures[index] = left = self.failures.get(index, 0) - 1
-        if left >= 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.usefixtures("small_pieces")
-def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(monkeypatch, workers: int) -> None:
-    monkeypatch.setattr(prepare_module, "RETRY_SECONDS", (0.0, 0.0, 0.0))
-    found = load(FailingDisk(20, {3: 3, 11: 1}), workers=workers, batch_size=20, last_step=1)
-    assert_same(found, load(Pictures(20), batch_size=20, last_step=1))
-    failing = {3: 99, 7: 99, 11: 3, 12: 99, 13: 99}
-    (batch,) = load(FailingDisk(20, failing), workers=workers, batch_size=20, last_step=1)
+def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
+    write_images(tmp_path, *(f"{number}.jpg" for number in range(20)))
+    rows = "".join(f"{number}.jpg\tcaption {number}\n" for number in range(20))
+    (tmp_path / "t.csv").write_text(f"filepath\ttitle\n{rows}")
+    source = Table(tmp_path / "t.csv")
+    (whole,) = load(source, batch_size=20, last_step=1)
+    failures, real = {"3.jpg": 5, "11.jpg": 1}, Path.open
+
+    def failing(path: Path, *options: Any) -> Any:
+        failures[path.name] = left = failures.get(path.name, 0) - 1
+        if left >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    assert_same(load(source, workers=workers, batch_size=20, last_step=1), [whole])
+    failures |= {"3.jpg": 99, "7.jpg": 99, "11.jpg": 5, "12.jpg": 99, "13.jpg": 99}
+    (batch,) = load(source, workers=workers, batch_size=20, last_step=1)
     order = Order(torch.tensor([20]), seed=0, batch_size=20).of_step(0)[1].tolist()
-    reason = "disk error, 4 times: Input/output error"
-    expected = [Lost(order.index(sample), sample, f"sample {sample}", reason) for sample in (3, 7, 12, 13)]
+    reason = "tried 6 times: [Errno 5] Input/output error"
+    expected = [
+        Lost(order.index(sample), sample, source.name(sample), f"{tmp_path}/{sample}.jpg: {reason}")
+        for sample in (3, 7, 12, 13)
+    ]
     assert sorted(batch.lost, key=lambda lost: lost.index) == expected
     assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in expected)
 

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -296,7 +297,7 @@ def test_where_reads_are_slow_the_second_request_waits(server: Server, monkeypat
 
     url = f"{server.url}/a.tar"
     monkeypatch.setattr(storage, "HEDGE_SECONDS", 0.05)
-    storage._remote(url)._seconds.extend([15.0] * 64)  # reads of the past
+    monkeypatch.setattr(storage, "_seconds", deque([15.0] * 64))  # reads of the past
     server.faults = [late]
     assert read(url, 5, 9) == CONTENT[5:9]
     assert server.methods == ["GET"]
@@ -609,7 +610,7 @@ def test_bad_patterns_name_the_remedy(folder: Path, tmp_path: Path) -> None:
         (f"{tmp_path}/empty", None, r"empty/\*\.tar: must match at least one tar that is not compressed"),
         (f"{folder}/x*.tar", None, "must match at least one tar"),
         (f"{tmp_path}/empty.txt", None, "must name at least one shard, names none"),
-        (f"{tmp_path}/*.tar", None, r"a\.tar: must be a file, is something else"),
+        (f"{tmp_path}/*.tar", None, r"a\.tar: must be a file of a known size, is something else"),
         (f"{tmp_path}/*.gz", None, r"must not be compressed: .* Convert it: gzip -dk b\.tar\.gz"),
         (f"{folder}/00.tar::{folder}/01.tar", "1", "must have one number per source, got 1 for 2"),
         (f"{folder}/00.tar", "many", "must be numbers, such as 1::2, got 'many'"),

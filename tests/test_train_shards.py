@@ -1,12 +1,14 @@
 """Tar shards: headers, the index, blocks, and what is left of them when they are damaged."""
 
 import errno
+import gc
 import io
 import json
 import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import tarfile
 from pathlib import Path
@@ -20,8 +22,7 @@ from megabatch import cli
 from megabatch.distributed.world import World
 from megabatch.train.config import Data
 from megabatch.train.data import index, open_source, storage, tars
-from megabatch.train.data.index import IndexFile
-from megabatch.train.data.listing import expand
+from megabatch.train.data.listing import Listed, expand
 from megabatch.train.data.order import Order
 from megabatch.train.data.source import BadSample, Source
 
@@ -297,6 +298,14 @@ def test_blocks_survive_a_fork(many: str) -> None:
 # ---- the index
 
 
+def lines_of(folder: Path) -> list[tuple[str, int, str, int, int]]:
+    """Of an index: name, size, tag, samples and first offset of each shard."""
+    lines = [
+        json.loads(line) for file in (folder / index.NAME).glob("*.jsonl") for line in file.read_text().splitlines()
+    ]
+    return [(name, size, tag, samples, first) for name, size, tag, samples, _, first in lines]
+
+
 def test_an_index_is_made_once(many: str, reads: list[tuple[str, int, int]]) -> None:
     folder = Path(many).parent
     open_source(many)
@@ -304,9 +313,13 @@ def test_an_index_is_made_once(many: str, reads: list[tuple[str, int, int]]) -> 
     reads.clear()
     open_source(many)
     assert len(reads) == 1  # of the first block, to see that it has what is asked for
-    file = IndexFile(folder / index.NAME)
-    assert (file.samples.tolist(), file.starts.tolist()) == ([150, 64, 10], [0, 3, 4])
-    assert (folder / index.NAME).stat().st_size < 600
+    assert [(line[0], *line[3:]) for line in lines_of(folder)] == [
+        ("0.tar", 150, 0),
+        ("1.tar", 64, 3),
+        ("2.tar", 10, 4),
+    ]
+    (offsets,) = (folder / index.NAME).glob("*.offsets")
+    assert offsets.stat().st_size == 4 * (3 + 1 + 1)
 
 
 def test_shards_that_changed_or_are_new_are_read_again(many: str, reads: list[tuple[str, int, int]]) -> None:
@@ -315,12 +328,12 @@ def test_shards_that_changed_or_are_new_are_read_again(many: str, reads: list[tu
     shard_of(folder / "1.tar", range(500, 570))
     reads.clear()
     source = open_source(many)
-    assert {Path(url).name for url, start, _ in reads if start} == {"1.tar", "2.tar"}
+    assert [Path(url).name for url, _, _ in reads if url.endswith(".tar")] == ["1.tar", "2.tar", "0.tar"]
     assert texts(source)[150:] == [
         *(f"caption {i}" for i in range(500, 570)),
         *(f"caption {i}" for i in range(214, 224)),
     ]
-    assert len(IndexFile(folder / index.NAME).samples) == 3
+    assert [name for name, *_ in lines_of(folder)].count("0.tar") == 1
 
 
 def test_where_nobody_may_write_the_index_is_in_a_cache(
@@ -341,9 +354,10 @@ def test_names_without_a_folder_are_of_the_current_one(many: str, monkeypatch: p
 
 def test_the_command_makes_the_index_and_says_where(many: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["index", many]) == 0
-    path = Path(many).parent / index.NAME
-    assert "224 samples in 3 shards, " in capsys.readouterr().out
-    assert int(IndexFile(path).samples.sum()) == 224
+    said = capsys.readouterr().out
+    assert "224 samples in 3 shards, " in said
+    assert said.endswith(f"\n{Path(many).parent / index.NAME}\n")
+    assert sum(samples for _, _, _, samples, _ in lines_of(Path(many).parent)) == 224
     (Path(many).parent / "3.tar").write_bytes(b"x" * 1024)
     with pytest.raises(SystemExit) as ended:
         cli.main(["index", str(Path(many).parent)])
@@ -352,16 +366,44 @@ def test_the_command_makes_the_index_and_says_where(many: str, capsys: pytest.Ca
     assert cli.main(["index", str(Path(many).parent), "--skip-bad-shards"]) == 0
 
 
-@pytest.mark.parametrize("damage", ["truncated", "other file", "empty"])
-def test_a_damaged_index_says_so(many: str, damage: str) -> None:
-    path = Path(many).parent / index.NAME
+@pytest.mark.parametrize("damage", ["lines cut", "offsets cut", "no lines", "no offsets", "other lines"])
+def test_shards_that_a_damaged_index_has_lost_are_read_again(
+    many: str, damage: str, reads: list[tuple[str, int, int]]
+) -> None:
     open_source(many)
+    path = next((Path(many).parent / index.NAME).glob("*.offsets" if "offsets" in damage else "*.jsonl"))
     content = path.read_bytes()
-    path.write_bytes({"truncated": content[:-4], "other file": b"x" * 5000, "empty": b""}[damage])
-    with pytest.raises(ValueError, match=r"megabatch\.index: must be .* Remove it"):
+    if damage.startswith("no"):
+        path.unlink()
+    else:
+        path.write_bytes(content[:-2] if "cut" in damage else b"[1]\n{}\n3\n\xff\n")
+    reads.clear()
+    assert texts(open_source(many)) == [f"caption {i}" for i in range(224)]
+    scanned = {Path(url).name for url, start, stop in reads if start == 0 and stop == Path(url).stat().st_size}
+    assert scanned >= ({"2.tar"} if "cut" in damage else {"0.tar", "1.tar", "2.tar"})
+    reads.clear()
+    open_source(many)
+    assert len(reads) == 1
+
+
+def test_what_is_no_index_is_not_overwritten(many: str) -> None:
+    (Path(many).parent / index.NAME).write_bytes(b"x" * 5000)
+    with pytest.raises(
+        ValueError, match=r"megabatch\.index: must be an index of megabatch, is something else\. Remove"
+    ):
         open_source(many)
-    path.unlink()
-    assert len(open_source(many)) == 224
+
+
+def test_an_index_that_may_not_grow_is_used_and_grows_in_a_cache(
+    many: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[tuple[str, int, int]]
+) -> None:
+    open_source(str(Path(many).parent / "{0..1}.tar"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    reads.clear()
+    assert texts(open_source(many)) == [f"caption {i}" for i in range(224)]
+    assert [name for name, *_ in lines_of(tmp_path)] == ["0.tar", "1.tar"]
+    assert len(list((tmp_path / "cache").glob("megabatch/*.index/*.jsonl"))) == 1
 
 
 def _index_and_die(what: str, after: int) -> None:
@@ -383,18 +425,16 @@ def test_an_index_that_was_killed_goes_on(
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    journal = tmp_path / f"{index.NAME}.partial"
-    known = [json.loads(line)[0] for line in journal.read_text().splitlines()]
-    assert len(known) >= after - 1
-    with journal.open("a") as file:
-        file.write('["9.tar", "tag", 1')  # as a line that was not finished
+    known = [name for name, *_ in lines_of(tmp_path)]
+    assert len(known) == after
+    with next((tmp_path / index.NAME).glob("*.jsonl")).open("a") as file:
+        file.write('["9.tar", 1, "tag"')  # as a line that was not finished
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(index, "_FEW", 10)  # in this process, whose reads are seen
     found = index.make(expand(what), told=lambda *numbers: told.append(numbers))
     assert found.samples.tolist() == [10] * 10
-    assert told[-1] == (10, 10)
+    assert told[-1] == (10 - after, 10 - after)
     assert {Path(url).name for url, _, _ in reads} == {f"{number}.tar" for number in range(10)} - set(known)
-    assert not journal.exists()
     assert texts(open_source(what)) == [f"caption {i}" for i in range(100)]
 
 
@@ -409,7 +449,7 @@ def test_offsets_of_energon_are_taken_and_checked(tmp_path: Path, reads: list[tu
     source = open_source(str(path))
     assert [(Path(url).suffix, start) for url, start, _ in reads] == [(".idx", 0), (".tar", 0)]  # not read through
     assert texts(source) == [f"caption {i}" for i in range(150)]
-    (tmp_path / index.NAME).unlink()
+    shutil.rmtree(tmp_path / index.NAME)
     np.array([*starts[:10], starts[10]], dtype=np.uint64).tofile(tmp_path / "0.tar.idx")  # of another tar
     assert len(open_source(str(path))) == 150
 
@@ -418,7 +458,7 @@ def test_a_shard_with_fewer_samples_than_img2dataset_wrote_is_bad(tmp_path: Path
     shard_of(tmp_path / "00000.tar", range(20))
     (tmp_path / "00000_stats.json").write_text(json.dumps({"count": 30, "successes": 20}))
     assert len(open_source(str(tmp_path / "00000.tar"))) == 20
-    (tmp_path / index.NAME).unlink()
+    shutil.rmtree(tmp_path / index.NAME)
     (tmp_path / "00000_stats.json").write_text(json.dumps({"count": 30, "successes": 25}))
     with pytest.raises(ValueError, match=r"00000\.tar: it has 20 samples where img2dataset counted 25"):
         open_source(str(tmp_path / "00000.tar"))
@@ -454,23 +494,27 @@ def test_all_bad_shards_are_named_at_once_and_can_be_left_out(tmp_path: Path, lo
 
 
 def test_an_index_of_two_billion_samples_opens_in_little_memory(tmp_path: Path) -> None:
-    """Of 200,000 shards: what is held is what was asked for, and the file is not read."""
+    """Of 200,000 shards: what is held is a line of each, and its offsets are not read."""
     shards_, samples = 200_000, 10_000
     blocks = -(-samples // 64)
     offsets = np.arange(blocks, dtype=np.uint32) * 4000
-    entries = [index.Entry(f"{i:06}.tar", '"tag"', 5 * 10**8, samples, i, offsets) for i in range(shards_)]
-    index.write(tmp_path / index.NAME, entries)
-    del entries
-    assert (tmp_path / index.NAME).stat().st_size < 2 * 4 * shards_ * blocks
+    (tmp_path / index.NAME).mkdir()
+    with (tmp_path / index.NAME / "a.offsets").open("wb") as file:
+        for _ in range(shards_):
+            file.write(offsets.tobytes())
+    lines = [json.dumps([f"{i:06}.tar", 5 * 10**8, '"tag"', samples, i, i * blocks]) for i in range(shards_)]
+    (tmp_path / index.NAME / "a.jsonl").write_text("\n".join(lines))
+    shards = [Listed(f"{tmp_path}/{i:06}.tar", 1.0, 5 * 10**8, '"tag"') for i in range(shards_)]
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    file = IndexFile(tmp_path / index.NAME)
-    assert int(file.samples.sum()) == 2 * 10**9
-    assert int(file.offsets[file.starts[123_456] + 7]) == 28_000
-    assert resident() - before < 32 * 2**20
+    found = index.make(shards)
+    assert int(found.samples.sum()) == 2 * 10**9
+    assert found.block(123_456, 7) == (28_000 * 512, 32_000 * 512)
+    gc.collect()
+    assert resident() - before < 100 * 2**20  # the offsets alone are 126 MB
 
 
 # ---- damage
@@ -524,7 +568,7 @@ def test_a_run_that_loses_too_many_samples_ends_and_names_them(many: str, tmp_pa
     words = ["train", "--train-data", many, *flags, "--logs", str(tmp_path / "logs"), "--name", "run", "--lr", "0"]
     assert cli.main([*words[:-4], "--name", "indexed", "--steps", "1"]) == 0
     (Path(many).parent / "1.tar").write_bytes(bytes((Path(many).parent / "1.tar").stat().st_size))
-    os.utime(Path(many).parent / "1.tar", ns=(0, int(IndexFile(Path(many).parent / index.NAME).names_and_tags()[1][1])))
+    os.utime(Path(many).parent / "1.tar", ns=(0, int(lines_of(Path(many).parent)[1][2])))
     assert cli.main(words) == 1  # 64 of 224 samples
     assert re.search(r"data: indexed 3 shards in \d+\.\d s", (tmp_path / "logs" / "indexed" / "out.log").read_text())
     log = (tmp_path / "logs" / "run" / "out.log").read_text()
@@ -641,19 +685,17 @@ def opened_on_a_rank(rank: int, group: Any, folder: str, own_disk: bool) -> tupl
     """What rank 1 sees, which may have another disk than rank 0: only the shards are on both."""
     world = World(torch.device("cpu"), rank, 2, group)
     os.environ["XDG_CACHE_HOME"] = f"{folder}/cache{rank}"
-    real = index.IndexFile.__init__
+    real = index._has
 
-    def only_own(self: IndexFile, path: Path) -> None:
-        if own_disk and f"cache{1 - rank}" in str(path):
-            raise FileNotFoundError(path)
-        real(self, path)
+    def only_own(file: Path, size: int) -> bool:
+        return not (own_disk and f"cache{1 - rank}" in str(file)) and real(file, size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)  # so that the index is in the cache
-        patch.setattr(index.IndexFile, "__init__", only_own)
+        patch.setattr(index, "_has", only_own)
         patch.setattr(index, "make", index.make if rank == 0 else None)
         source: Any = open_source(f"{folder}/{{0..2}}.tar", world=world)
-    return texts(source), str(source._index.files[0].path)
+    return texts(source), str(source._index.files[0])
 
 
 @pytest.mark.parametrize("own_disk", [False, True])

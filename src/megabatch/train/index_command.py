@@ -12,8 +12,8 @@ from .flags import usage_errors
 DESCRIPTION = """\
 Makes the index of tar shards, which training needs and otherwise makes itself: where every 64th sample starts.
     megabatch index 's3://bucket/laion/{00000..41407}.tar'
-It reads each shard through, once, and goes on where it was stopped. Shards that changed are read again. The index is
-megabatch.index beside the shards or, where it cannot be, in ~/.cache/megabatch.
+It reads each shard through, once, and goes on where it was stopped. Shards that changed are read again. The index is a
+folder, megabatch.index, beside the shards or, where it cannot be, in ~/.cache/megabatch.
 """
 
 
@@ -34,6 +34,6 @@ def main(options: argparse.Namespace) -> int:
         )
     seconds = time.perf_counter() - started
     print(f"{int(index.samples.sum()):,} samples in {len(index.samples):,} shards, {seconds:.1f} s")
-    for file in index.files:
-        print(file.path)
+    for folder in dict.fromkeys(file.parent for file in index.files):
+        print(folder)
     return 0

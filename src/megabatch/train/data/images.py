@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import io
+import os
 import stat
 import warnings
 from pathlib import Path
@@ -10,14 +11,20 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from .source import LARGEST_FILE, BadSample
+from .storage import retried
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 NOT_AN_IMAGE = f"not an image ({', '.join(FORMATS)})"
+_OF_THE_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
 def read_file(path: Path) -> bytes:
-    """What a sample may lack is its file. An error of the disk is no property of the sample."""
+    """What a sample may lack is its file. A disk that fails is asked again, and is no property of the sample."""
+    return retried(str(path), lambda: _read(path))
+
+
+def _read(path: Path) -> bytes:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe or a device could wait for ever, or do worse
@@ -26,16 +33,12 @@ def read_file(path: Path) -> bytes:
             raise BadSample(f"file of more than {LARGEST_FILE} bytes")
         with path.open("rb") as file:
             return file.read(found.st_size)
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadSample("no such file") from None
-    except PermissionError:
-        raise BadSample("file may not be read") from None
     except ValueError:  # a byte of zeros
         raise BadSample("not a path") from None
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise BadSample("not a path") from None
-        raise
+        if error.errno not in _OF_THE_NAME:
+            raise
+        raise BadSample(os.strerror(error.errno).lower()) from None
 
 
 def content_key(data: bytes) -> str:

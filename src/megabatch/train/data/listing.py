@@ -8,17 +8,14 @@ import math
 import os
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
 
 from braceexpand import braceexpand
 
 from .source import printable
-from .storage import Missing, ask, local_path, read_all, size_and_tag, tag_of
+from .storage import Known, Missing, ask, known_by_info, known_by_status, local_path, read_all, size_and_tag
 
 _LOGGER = logging.getLogger("megabatch")
 _MOST_SHARDS = 10**6
@@ -29,9 +26,6 @@ _CHAIN = re.compile(r"(simplecache|filecache|blockcache|cached|zip|tar|dir|refer
 # Commands that print a file, and options that do not change what is printed.
 _PIPE = re.compile(r"aws s3 cp|gsutil( -[mq])* cat|curl")
 _HARMLESS = re.compile(r"-|-[fsSL]+|--(quiet|only-show-errors|no-progress|fail|silent|show-error|location|retry)|\d+")
-
-Known = tuple[int, str]  # size and tag
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,23 +57,23 @@ def expand(what: str, *, factors: str | None = None, skip_missing: bool = False)
     if factors is not None:
         weights = _factors(factors, len(sources))
         sources = [(patterns, weight) for (patterns, _), weight in zip(sources, weights, strict=True)]
-    shards = [(url, weight, known) for patterns, weight in sources for url, known in _urls(patterns)]
+    known: dict[str, Known] = {}
+    shards = [(url, weight) for patterns, weight in sources for url in _urls(patterns, known)]
     if not shards:
         raise ValueError(f"{what}: must name at least one shard, names none.")
-    for url, _, _ in shards:
+    for url, _ in shards:
         suffix = os.path.splitext(url)[1]
         if suffix in _UNPACK:
             words = "must not be compressed: samples are read from its middle. Convert it:"
             raise ValueError(f"{printable(url)}: {words} {_UNPACK[suffix]} {shlex.quote(os.path.basename(url))}")
-    asked = _sizes_and_tags([url for url, _, known in shards if known is None])
-    missing = [url for url, _, known in shards if known is None and url not in asked]
+    known |= _sizes_and_tags(dict.fromkeys(url for url, _ in shards if url not in known))
+    missing = [url for url, _ in shards if url not in known]
     if missing and not skip_missing:
         words = f"must be a file, but {len(missing)} of {len(shards)} shards are not."
         raise ValueError(f"{printable(missing[0])}: {words} Look at the name, or go on without: --skip-bad-shards.")
     for url in missing:
         _LOGGER.warning("data: left out %s: there is no such file", printable(url))
-    found = [(url, weight, known or asked.get(url)) for url, weight, known in shards]
-    return [Listed(url, weight, *known) for url, weight, known in found if known is not None]
+    return [Listed(url, weight, *known[url]) for url, weight in shards if url in known]
 
 
 def _split(what: str) -> list[str]:
@@ -128,23 +122,20 @@ def _lines(source: str) -> list[str]:
     """The sources in a file, or the source itself where it is no such file."""
     if not source.startswith("@") and not source.endswith(".txt"):
         return [source]
-    return [
-        line.strip()
-        for line in read_all(source.removeprefix("@")).decode(errors="replace").splitlines()
-        if line.strip()
-    ]
+    lines = map(str.strip, read_all(source.removeprefix("@")).decode(errors="replace").splitlines())
+    return list(filter(None, lines))
 
 
-def _urls(patterns: list[str]) -> Iterator[tuple[str, Known | None]]:
-    """The shards of a source, with size and tag where a listing told them."""
+def _urls(patterns: list[str], known: dict[str, Known]) -> Iterator[str]:
+    """The shards of a source. Where a listing tells size and tag, `known` gets them."""
     sources = itertools.chain.from_iterable(map(_lines, patterns))
     for url in itertools.chain.from_iterable(_braces(_unpiped(source)) for source in sources):
         if "*" in url or ("?" in url and not url.startswith("http")):
-            yield from _matching(url)
+            yield from _matching(url, known)
         elif _is_folder(url):
-            yield from _matching(f"{url.rstrip('/')}/*.tar")
+            yield from _matching(f"{url.rstrip('/')}/*.tar", known)
         else:
-            yield url, None
+            yield url
 
 
 def _unpiped(source: str) -> str:
@@ -184,56 +175,56 @@ def _is_folder(url: str) -> bool:
     return url.endswith("/") or (not has_suffix and ask(url, "isdir"))
 
 
-def _matching(pattern: str) -> list[tuple[str, Known | None]]:
+def _matching(pattern: str, known: dict[str, Known]) -> list[str]:
     literal = pattern.replace("[", "[[]")
     path = local_path(literal)
-    shards: list[tuple[str, Known | None]]
     if path is not None:
-        shards = [(match, None) for match in glob.glob(path, recursive=True)]
+        urls = glob.glob(path, recursive=True)
     else:
-        infos = [info for info in ask(literal, "glob", detail=True).values() if info["type"] == "file"]
         protocol = pattern.partition("://")[0]
-        shards = [(re.sub(rf"^(?!{protocol}://)", f"{protocol}://", info["name"]), _known(info)) for info in infos]
-    if not shards:
+        infos = {
+            re.sub(rf"^(?!{protocol}://)", f"{protocol}://", name): info
+            for name, info in ask(literal, "glob", detail=True).items()
+            if info["type"] == "file"
+        }
+        known |= {url: found for url, info in infos.items() if (found := known_by_info(info))}
+        urls = list(infos)
+    if not urls:
         raise ValueError(f"{pattern}: must match at least one tar that is not compressed, matches none.")
-    return sorted(shards)
+    return sorted(urls)
 
 
-def _known(info: dict[str, Any]) -> Known | None:
-    return None if info.get("size") is None else (info["size"], tag_of(info))
-
-
-def _sizes_and_tags(urls: list[str]) -> dict[str, Known]:
+def _sizes_and_tags(urls: Iterable[str]) -> dict[str, Known]:
     """Of those that exist."""
-    folders: dict[str, list[str]] = defaultdict(list)
-    for url in dict.fromkeys(urls):
-        folders[os.path.dirname(url)].append(url)
+    found: dict[str, Known] = {}
     single: list[str] = []
-    found: dict[str, Known | None] = {}
-    for folder, members in folders.items():
+    for folder, group in itertools.groupby(sorted(urls, key=os.path.dirname), os.path.dirname):
+        members = list(group)
         if folder.startswith("http") or len(members) < _WORTH_LISTING:
             single += members
         else:
-            infos = _unless_missing(_listing, folder) or {}
-            found |= {url: _known(infos.get(os.path.basename(url), {})) for url in members}
+            listed = _listing(folder)
+            found |= {url: listed[name] for url in members if (name := os.path.basename(url)) in listed}
     with ThreadPoolExecutor(32) as threads:
-        found |= dict(zip(single, threads.map(partial(_unless_missing, size_and_tag), single), strict=True))
-    return {url: known for url, known in found.items() if known}
+        answers = zip(single, threads.map(_if_there, single), strict=True)
+        return found | {url: known for url, known in answers if known}
 
 
-def _listing(folder: str) -> dict[str, dict[str, Any]]:
+def _listing(folder: str) -> dict[str, Known]:
     path = local_path(folder)
-    if path is not None:
-        if not os.path.isdir(path or "."):
-            return {}
-        with os.scandir(path or ".") as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-        return {name: {"size": status.st_size, "mtime": status.st_mtime_ns} for name, status in files}
-    return {os.path.basename(info["name"]): info for info in ask(folder, "ls", detail=True)}
-
-
-def _unless_missing(function: Callable[[str], T], url: str) -> T | None:
     try:
-        return function(url)
+        if path is None:
+            entries = [(info["name"], known_by_info(info)) for info in ask(folder, "ls", detail=True)]
+        else:
+            with os.scandir(path or ".") as files:
+                entries = [(file.name, known_by_status(file.stat())) for file in files if file.is_file()]
+    except (Missing, FileNotFoundError, NotADirectoryError):
+        return {}
+    return {os.path.basename(name): known for name, known in entries if known}
+
+
+def _if_there(url: str) -> Known | None:
+    try:
+        return size_and_tag(url)
     except Missing:
         return None

@@ -4,10 +4,11 @@ A rank's part of a step is handed out in pieces, so that all workers are at work
 come back in order. What a batch holds depends on neither the number of workers nor, over all ranks, that of ranks.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,114 +80,94 @@ def batches(
     """What is asked for, in memory from which `device` copies fast. Workers end when this is closed or dropped."""
     pin_to = device if device is not None and device.type == "cuda" else None
     source.keep(2 * requests.order.window_blocks // (requests.world_size * max(1, workers)) + _SPARE)
-    team: Sequence[InProcess] = [Worker(source, prepare) for _ in range(workers)] or [InProcess(source, prepare)]
-    loader = _Loader(requests.of(source, max(1, workers)), team, pin_memory=pin_to is not None)
-    if not workers:
-        yield from iter(loader.next_batch, None)
+    processes = [Worker(source, prepare) for _ in range(workers)]
+    team: Sequence[InProcess] = processes or [InProcess(source, prepare)]
+    made = _made(requests.of(source, len(team)), team, pin_memory=pin_to is not None)
+    if not processes:
+        yield from (batch for batch in made if isinstance(batch, RankBatch))
         return
-    with ThreadPoolExecutor(1, initializer=_set_device, initargs=(pin_to,)) as thread:
+    set_device = partial(torch.cuda.set_device, pin_to) if pin_to else None  # for which its thread pins memory
+    with ThreadPoolExecutor(1, initializer=set_device) as thread:
         try:
-            yield from _one_ahead(loader, thread)
+            future = thread.submit(next, made, None)
+            while (batch := future.result()) is not None:
+                if isinstance(batch, Worker):  # This thread alone forks: in the other's, it would inherit locks.
+                    batch.restart()
+                future = thread.submit(next, made, None)  # while a batch is used, the next is made
+                if isinstance(batch, RankBatch):
+                    yield batch
         finally:
-            loader.end()  # or the thread would wait for its workers
+            for worker in processes:
+                worker.end()  # or the thread would wait for them
 
 
-def _one_ahead(loader: "_Loader", thread: ThreadPoolExecutor) -> Iterator[RankBatch]:
-    """While a batch is used, the next is made."""
-    future = thread.submit(loader.next_batch)
-    while True:
-        try:
-            batch = future.result()
-        except WorkerDied as death:  # This thread alone forks processes: in the other's they would inherit its locks.
-            death.worker.restart()
-            future = thread.submit(loader.next_batch)
-            continue
-        if batch is None:
-            return
-        future = thread.submit(loader.next_batch)
-        yield batch
+def _made(
+    requests: Iterator[Request], team: Sequence[InProcess], *, pin_memory: bool
+) -> Iterator[RankBatch | InProcess]:
+    """Batches, of what is asked of workers in turn. A worker comes instead if it died, and must be restarted."""
+    turns: deque[InProcess] = deque()
 
-
-def _set_device(device: torch.device | None) -> None:
-    """Memory is pinned for the device of its thread."""
-    if device is not None:
-        torch.cuda.set_device(device)
-
-
-class _Loader:
-    """Hands out requests to workers in turn, and takes their pieces in the same order."""
-
-    def __init__(self, requests: Iterator[Request], workers: Sequence[InProcess], *, pin_memory: bool) -> None:
-        self._requests, self._workers, self._pin_memory = requests, workers, pin_memory
-        self._turns: deque[InProcess] = deque()
-        self._assembly: _Assembly | None = None
-        for worker in [*workers, *workers]:  # one request to work on, and one to go on with
-            self._hand_out(worker)
-
-    def _hand_out(self, worker: InProcess) -> None:
-        if (request := next(self._requests, None)) is not None:
+    def hand_out(worker: InProcess) -> None:
+        if (request := next(requests, None)) is not None:
             worker.send(request)
-            self._turns.append(worker)
+            turns.append(worker)
 
-    def next_batch(self) -> RankBatch | None:
-        """None after the last. After WorkerDied, and a restart, it can be called again."""
-        while self._turns:
-            request, piece = self._turns[0].receive()
-            self._hand_out(self._turns.popleft())
-            if self._assembly is None:
-                self._assembly = _Assembly(request, piece, pin_memory=self._pin_memory)
-            self._assembly.add(request, piece)
-            if request.last:
-                batch, self._assembly = self._assembly.batch(), None
-                return batch
-        return None
-
-    def end(self) -> None:
-        for worker in self._workers:
-            worker.end()
+    for worker in [*team, *team]:  # one request to work on, and one to go on with
+        hand_out(worker)
+    assembly = _Assembly(pin_memory)
+    while turns:
+        try:
+            request, piece = turns[0].receive()
+        except WorkerDied:
+            yield turns[0]
+            continue
+        hand_out(turns.popleft())
+        assembly.add(request, piece)
+        if request.last:
+            yield assembly.batch(request.step)
+            assembly = _Assembly(pin_memory)
 
 
 class _Assembly:
     """A batch in the making. Pieces are copied into it as they come, which sets their shared memory free."""
 
-    def __init__(self, request: Request, piece: Piece, *, pin_memory: bool) -> None:
-        self._step, self._pin_memory = request.step, pin_memory
-        self._rooms: dict[str, Tensor] = {}
-        for name in ("first", "second", "ids"):
-            like = getattr(piece, name)
-            shape = (request.planned, *like.shape[1:])
-            self._rooms[name] = torch.empty(shape, dtype=like.dtype, pin_memory=pin_memory)
-        self._filled = dict.fromkeys(self._rooms, 0)
-        self._parts: dict[str, list[Tensor]] = {}  # of what has any number of rows
+    def __init__(self, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._rooms: dict[str, Tensor] = {}  # for as many rows as are planned
+        self._filled: Counter[str] = Counter()
+        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)  # of what has any number of rows
         self._bad: list[tuple[str, str]] = []
         self._lost: list[Lost] = []
 
     def add(self, request: Request, piece: Piece) -> None:
-        for name, room in self._rooms.items():
-            tensor, start = getattr(piece, name), self._filled[name]
-            if room.shape[1:] != tensor.shape[1:]:
+        for name in ("first", "second"):
+            rows: Tensor = getattr(piece, name)
+            shape, start = (request.planned, *rows.shape[1:]), self._filled[name]
+            if name not in self._rooms:
+                self._rooms[name] = torch.empty(shape, dtype=rows.dtype, pin_memory=self._pin_memory)
+            room = self._rooms[name]
+            if room.shape != shape:
                 raise ValueError(
                     "tokenizer: must make all texts the same length, got "
-                    f"{tuple(room.shape[1:])} and {tuple(tensor.shape[1:])}. Pad to the longest there can be."
+                    f"{tuple(room.shape[1:])} and {shape[1:]}. Pad to the longest there can be."
                 )
-            room[start : start + len(tensor)] = tensor
-            self._filled[name] += len(tensor)
-        for name in ("negatives", "negative_ids", "keys", "known", "features"):
-            if (tensor := getattr(piece, name)) is not None:
-                self._parts.setdefault(name, []).append(tensor.clone())
-        rows = request.rows
+            room[start : start + len(rows)] = rows
+            self._filled[name] += len(rows)
+        for name in ("ids", "negatives", "negative_ids", "keys", "known", "features"):
+            if (part := getattr(piece, name)) is not None:
+                self._parts[name].append(part.clone())
+        asked = request.rows
         for number, name, reason in piece.unread:
-            request = request.without(rows[number], name, reason)
+            request = request.without(asked[number], name, reason)
         self._lost += request.lost
         self._bad += [*((lost.name, lost.reason) for lost in request.lost), *piece.bad]
 
-    def batch(self) -> RankBatch:
-        joined: dict[str, Any] = {name: torch.cat(parts) for name, parts in self._parts.items()}
+    def batch(self, step: int) -> RankBatch:
+        parts: dict[str, Any] = {name: torch.cat(parts) for name, parts in self._parts.items()}
         if self._pin_memory:
-            joined = {name: tensor.pin_memory() for name, tensor in joined.items()}
-        first = self._rooms["first"][: self._filled["first"]] if "known" in joined else self._padded("first")
-        ids = self._rooms["ids"][: self._filled["ids"]]
-        return RankBatch(first, self._padded("second"), ids, self._bad, step=self._step, lost=self._lost, **joined)
+            parts = {name: part.pin_memory() for name, part in parts.items()}
+        first = self._rooms["first"][: self._filled["first"]] if "known" in parts else self._padded("first")
+        return RankBatch(first, self._padded("second"), bad=self._bad, step=step, lost=self._lost, **parts)
 
     def _padded(self, name: str) -> Tensor:
         room, rows = self._rooms[name], self._filled[name]

@@ -64,8 +64,7 @@ class Order:
         blocks_of_lane = -(-max(_MIN_WINDOW, 8 * batch_size) // (self._lanes * block))
         self.window_blocks = self._lanes * blocks_of_lane
         self._window_length = self.window_blocks * block
-        self._window: tuple[int, Tensor] | None = None
-        self._tails: tuple[int, Tensor, Tensor] | None = None
+        self._window = 0, torch.empty(0, dtype=torch.int64)  # where the last one starts, and its samples
 
     def of_step(self, step: int) -> tuple[Tensor, Tensor]:
         """The number of the pass, and the number of the sample, of each row of the global batch."""
@@ -76,19 +75,17 @@ class Order:
         parts: list[Tensor] = []
         position = start
         while position < stop:
-            window_start, samples = self._window_at(position)
-            parts.append(samples[position - window_start : stop - window_start])
+            window, samples = self._window
+            if not window <= position < window + len(samples):
+                window, samples = self._window = self._window_at(position)
+            parts.append(samples[position - window : stop - window])
             position += len(parts[-1])
-        passes = torch.arange(start, stop) // self._length
-        return self._lane_by_lane(passes), self._lane_by_lane(torch.cat(parts))
-
-    def _lane_by_lane(self, rows: Tensor) -> Tensor:
-        return rows.view(self.lane_rows, self._lanes).t().flatten()
+        rows = torch.stack([torch.arange(start, stop) // self._length, torch.cat(parts)])
+        passes, samples = rows.view(2, self.lane_rows, self._lanes).transpose(1, 2).flatten(1)
+        return passes, samples
 
     def _window_at(self, position: int) -> tuple[int, Tensor]:
         """Where in the stream the window of a position starts, and the samples of the window."""
-        if self._window is not None and 0 <= position - self._window[0] < len(self._window[1]):
-            return self._window
         if self._resampled:
             start = position // self._window_length * self._window_length
             strips = self._drawn(start)
@@ -104,8 +101,7 @@ class Order:
         keys = (positions % self._lanes << 55) | (_random(positions, _key(self._seed, "positions")) >> 8)
         samples = torch.empty_like(strips)
         samples[keys.argsort(stable=True)] = strips
-        self._window = start, samples
-        return self._window
+        return start, samples
 
     def _of_pass(self, number: int, start: int, stop: int) -> Tensor:
         """The samples from `start` up to `stop` of a pass, before its windows are shuffled."""
@@ -124,13 +120,10 @@ class Order:
 
     def _tails_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Where each tail ends among the tails of a pass, and how far ahead of that its samples' numbers are."""
-        if self._tails is None or self._tails[0] != number:
-            shards = (self._counts % self._block).nonzero()[:, 0]
-            slots = torch.arange(len(shards))
-            shards = shards[_permuted(slots, len(shards), _key(self._seed, "tails", number))]
-            ends = (self._counts[shards] % self._block).cumsum(0)
-            self._tails = number, ends, self._starts[shards] + self._counts[shards] - ends
-        return self._tails[1:]
+        shards = (self._counts % self._block).nonzero()[:, 0]
+        shards = shards[_permuted(torch.arange(len(shards)), len(shards), _key(self._seed, "tails", number))]
+        ends = (self._counts[shards] % self._block).cumsum(0)
+        return ends, self._starts[shards] + self._counts[shards] - ends
 
     def _drawn(self, start: int) -> Tensor:
         """The samples of a resampled window, before it is shuffled."""

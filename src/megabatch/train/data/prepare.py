@@ -1,13 +1,11 @@
 """Samples made tensors: the same tensors whoever makes them, and wherever."""
 
-import errno
 import hashlib
-import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -18,9 +16,7 @@ from ..preprocessing import Preprocessing
 from .captions import drawn
 from .images import content_key, decode
 from .source import LARGEST_TEXT, BadSample, Sample, Source, Unread
-
-RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+from .storage import StorageError
 
 
 @dataclass
@@ -79,37 +75,17 @@ class Prepare:
 
     def __call__(self, source: Source, passes: Sequence[int], indices: Iterable[int]) -> Piece:
         """The samples with these numbers, but for those that are bad. `passes` is how often each was met before."""
-        images: list[Tensor] = []
-        features: list[Tensor] = []
-        keys: list[tuple[int, int]] = []
-        known: list[bool] = []
-        samples: list[Sample] = []
+        rows: list[_Row] = []
         bad: list[tuple[str, str]] = []
         unread: list[tuple[int, str, str]] = []
-        for row, (number, index) in enumerate(zip(passes, indices, strict=True)):
+        for place, (number, index) in enumerate(zip(passes, indices, strict=True)):
             try:
-                sample = _read(source, index)
-                if not source.has_negatives:  # of several captions, one
-                    sample = drawn(sample, self.seed, number, index) if self.train else replace(sample, captions=())
-                _check_texts(sample)
-                feature = None
-                if self.cache is not None:
-                    key = self.cache.key(_content_key(sample), sample.rgb_first)
-                    feature = self.cache.get(key)
-                if sample.image is not None and feature is None:
-                    images.append(self._pixels(sample, number, index))
+                rows.append(self._row(source, number, index))
+            except (Unread, StorageError) as reason:  # noqa: PERF203
+                unread.append((place, source.name(index), str(reason)))
             except BadSample as reason:
-                name = source.name(index)
-                if not isinstance(reason, Unread):
-                    bad.append((name, str(reason)))
-                    continue
-                unread.append((row, name, str(reason)))
-                continue
-            samples.append(replace(sample, image=None))  # its content is freed
-            if self.cache is not None:
-                keys.append(key)
-                known.append(feature is not None)
-                features += [] if feature is None else [feature]
+                bad.append((source.name(index), str(reason)))
+        samples = [row.sample for row in rows]
         queries = [sample.query for sample in samples if sample.query is not None]
         texts = [sample.text for sample in samples]
         negatives = [text for sample in samples for text in (*sample.negatives, *sample.captions)]
@@ -117,7 +93,10 @@ class Prepare:
         negative_ids += [self._id(sample) for sample in samples for _ in sample.captions]
         query_tokens, tokens, negative_tokens = self._tokens(queries, texts, negatives)
         shape = (0, self.preprocessing.channels, self.preprocessing.size, self.preprocessing.size)
+        images = [row.pixels for row in rows if row.pixels is not None]
         pixels = torch.stack(images) if images else torch.zeros(shape, dtype=torch.uint8)
+        features = [row.feature for row in rows if row.feature is not None]
+        cached = self.cache is not None
         return Piece(
             first=query_tokens if source.texts_only else pixels,
             second=tokens,
@@ -126,10 +105,22 @@ class Prepare:
             unread=unread,
             negatives=negative_tokens if source.has_negatives else None,
             negative_ids=torch.tensor(negative_ids, dtype=torch.int64) if source.has_negatives else None,
-            keys=None if self.cache is None else torch.tensor(keys, dtype=torch.int64).view(-1, 2),
-            known=None if self.cache is None else torch.tensor(known, dtype=torch.bool),
+            keys=torch.tensor([row.key for row in rows], dtype=torch.int64).view(-1, 2) if cached else None,
+            known=torch.tensor([row.feature is not None for row in rows], dtype=torch.bool) if cached else None,
             features=torch.stack(features) if features else None,
         )
+
+    def _row(self, source: Source, number: int, index: int) -> "_Row":
+        sample = source[index]
+        if not source.has_negatives:  # of several captions, one
+            sample = drawn(sample, self.seed, number, index) if self.train else replace(sample, captions=())
+        _check_texts(sample)
+        key, feature = (0, 0), None
+        if self.cache is not None:
+            key = self.cache.key(_content_key(sample), sample.rgb_first)
+            feature = self.cache.get(key)
+        pixels = self._pixels(sample, number, index) if sample.image is not None and feature is None else None
+        return _Row(replace(sample, image=None), pixels, key, feature)  # the content of its file is freed
 
     def _pixels(self, sample: Sample, number: int, index: int) -> Tensor:
         image = sample.image
@@ -157,17 +148,13 @@ class Prepare:
         return _hash("image", sample.duplicate_key) if by_image else _hash("text", sample.text)
 
 
-def _read(source: Source, index: int, attempts: int = len(RETRY_SECONDS)) -> Sample:
-    """A sample. Disks, and those of a network above all, fail for a moment."""
-    try:
-        return source[index]
-    except OSError as error:
-        if error.errno not in _TRANSIENT:
-            raise
-        if not attempts:
-            raise Unread(f"disk error, {len(RETRY_SECONDS) + 1} times: {os.strerror(error.errno)}") from None
-    time.sleep(RETRY_SECONDS[-attempts])
-    return _read(source, index, attempts - 1)
+class _Row(NamedTuple):
+    """Of a sample: what is left of it, its pixels unless its feature is known, and its key in the cache of features."""
+
+    sample: Sample
+    pixels: Tensor | None
+    key: tuple[int, int]
+    feature: Tensor | None
 
 
 def _content_key(sample: Sample) -> str:

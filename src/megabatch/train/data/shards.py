@@ -64,11 +64,9 @@ class Shards(Source):
         self._blocks.most = blocks
 
     def fingerprint(self) -> list[str]:
-        index = self._index
-        numbers = zip(index.sizes.tolist(), index.samples.tolist(), index.digests.tolist(), strict=True)
         return [
-            data_line(index.urls[shard].rpartition("/")[2], samples, digest, size=size)
-            for shard, (size, samples, digest) in enumerate(numbers)
+            data_line(self._index.urls[shard].rpartition("/")[2], samples, digest, size=size)
+            for shard, (size, samples, digest, *_) in enumerate(self._index.table.tolist())
         ]
 
     def _place(self, index: int) -> tuple[Key, int]:

@@ -6,18 +6,20 @@ tried again. A request that takes much longer than others is sent a second time,
 
 import asyncio
 import concurrent.futures
-import errno
+import itertools
 import os
 import random
 import re
-import socket
 import stat
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
+
+from .source import BadSample
 
 ATTEMPTS = 6
 PAUSE_SECONDS = 0.5  # after the first attempt; it doubles with each
@@ -27,13 +29,14 @@ HEDGE_SECONDS = 1.0  # a request is repeated after this time at the least,
 HEDGE_MEDIANS = 4.0  # and so many times the median of recent reads
 LARGEST = 2**28  # bytes of a file that is read whole
 
+Known = tuple[int, str]  # size of a file, and what changes when the file does: its ETag, or when it last changed
 T = TypeVar("T")
 _EXTRAS = {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http"}  # what provides a package
 _OPTIONS = {"s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}, "max_pool_connections": 64}}}
 _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "last_modified", "mtime")
-_TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EPIPE, errno.ECONNRESET, socket.EAI_AGAIN}
-_TRANSIENT |= {errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH}
-_PERMANENT = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
+_PERMANENT: tuple[type[Exception], ...] = (PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT += (ValueError, TypeError, NotImplementedError, ImportError)
+_seconds = deque([0.0], maxlen=64)  # that recent reads took
 
 
 class StorageError(OSError):
@@ -46,10 +49,10 @@ class Missing(StorageError):
 
 def read(url: str, start: int, stop: int) -> bytes:
     """Bytes `start` to `stop` of a file, all of them. Raises StorageError."""
-    name, path, wanted = f"{url}, bytes {start} to {stop}", local_path(url), stop - start
+    name, wanted = f"{url}, bytes {start} to {stop}", stop - start
 
     def once() -> bytes:
-        data = _remote(url).read(url, start, stop) if path is None else _read_local(path, start, wanted)
+        data = _read(url, start, stop)
         if len(data) == wanted:
             return data
         size, _ = _size_and_tag(url)
@@ -59,7 +62,7 @@ def read(url: str, start: int, stop: int) -> bytes:
             raise StorageError(f"{name}: got {len(data)} bytes. The server ignores Range: use one that does not.")
         raise EOFError(f"{len(data)} of {wanted} bytes came")
 
-    return _retried(name, once) if wanted else b""
+    return retried(name, once) if wanted else b""
 
 
 def read_all(url: str) -> bytes:
@@ -69,14 +72,13 @@ def read_all(url: str) -> bytes:
     return read(url, 0, size)
 
 
-def size_and_tag(url: str) -> tuple[int, str]:
-    """Bytes of a file, and what changes when the file does: its ETag, or the time of its last change."""
-    return _retried(url, lambda: _size_and_tag(url))
+def size_and_tag(url: str) -> Known:
+    return retried(url, lambda: _size_and_tag(url))
 
 
 def ask(url: str, method: str, **options: Any) -> Any:
     """What a method of a remote file system returns, such as `ls`."""
-    return _retried(url, lambda: _remote(url).ask(url, method, LISTING_SECONDS, **options))
+    return retried(url, lambda: _answer(url, method, LISTING_SECONDS, **options))
 
 
 def local_path(url: str) -> str | None:
@@ -85,29 +87,31 @@ def local_path(url: str) -> str | None:
     return None if re.match(r"[a-z][a-z0-9+.-]+://", path) else path
 
 
-def tag_of(info: Mapping[str, Any]) -> str:
-    return next((str(info[name]) for name in _TAGS if info.get(name)), "")
+def known_by_info(info: Mapping[str, Any]) -> Known | None:
+    """By what a remote file system says of a file; None for what is none, or where its size is not told."""
+    if info["type"] != "file" or info.get("size") is None:
+        return None
+    return info["size"], next((str(info[name]) for name in _TAGS if info.get(name)), "")
 
 
-def _size_and_tag(url: str) -> tuple[int, str]:
+def known_by_status(status: os.stat_result) -> Known | None:
+    return (status.st_size, str(status.st_mtime_ns)) if stat.S_ISREG(status.st_mode) else None
+
+
+def _size_and_tag(url: str) -> Known:
     path = local_path(url)
-    if path is not None:
-        status = os.stat(path)
-        is_file, size, tag = stat.S_ISREG(status.st_mode), status.st_size, str(status.st_mtime_ns)
-    else:
-        info = _remote(url).ask(url, "info", TIMEOUT_SECONDS)
-        is_file, size, tag = info["type"] == "file", info["size"], tag_of(info)
-    if not is_file or size is None:
-        raise StorageError(f"{url}: must be a file{' with a known size' * is_file}, is something else.")
-    return size, tag
+    known = known_by_info(_answer(url, "info", TIMEOUT_SECONDS)) if path is None else known_by_status(os.stat(path))
+    if known is None:
+        raise StorageError(f"{url}: must be a file of a known size, is something else.")
+    return known
 
 
-def _retried(name: str, function: Callable[[], T]) -> T:
-    attempt = 1
-    while True:
+def retried(name: str, function: Callable[[], T]) -> T:
+    """What the function returns, after as many attempts as it takes. Raises StorageError where they are too many."""
+    for attempt in itertools.count(1):
         try:
             return function()
-        except (StorageError, ModuleNotFoundError):
+        except (StorageError, BadSample, ModuleNotFoundError):
             raise
         except Exception as error:
             while isinstance(error, OSError) and isinstance(error.__cause__, Exception):
@@ -122,14 +126,12 @@ def _retried(name: str, function: Callable[[], T]) -> T:
                 raise StorageError(f"{name}: tried {attempt} time{'s' * (attempt > 1)}: {cause}") from None
         # Of the system's generator: seeded ones would move, and workers would pause in step.
         time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) * random.SystemRandom().uniform(0.5, 1.5))
-        attempt += 1
+    raise AssertionError
 
 
 def _is_transient(error: Exception, status: int | None) -> bool:
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT
     return not isinstance(error, _PERMANENT) and "Credentials" not in type(error).__name__
 
 
@@ -144,68 +146,55 @@ def _status(error: Exception) -> int | None:
     return next((each for each in found if isinstance(each, int)), None)
 
 
-def _read_local(path: str, start: int, size: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), size, start)
+def _read(url: str, start: int, stop: int) -> bytes:
+    path = local_path(url)
+    if path is not None:
+        with open(path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), stop - start, start)
+    options = {"cache_type": "none"} if url.startswith("hf:") else {}  # else it reads ahead
+    patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(_seconds)))
+    begun = time.monotonic()
+    data: bytes = _answer(url, "cat_file", TIMEOUT_SECONDS, patience, start=start, end=stop, **options)
+    _seconds.append(time.monotonic() - begun)
+    return data
 
 
-class _Remote:
-    """A file system of fsspec. It must be used in the process that made it."""
-
-    def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs
-
-        options = _OPTIONS.get(url.partition("://")[0], {})
-        try:
-            self._system, _ = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
-        except ImportError as error:
-            package = next((package for package in _EXTRAS if package in str(error)), None)
-            help = f"pip install 'megabatch[{_EXTRAS[package]}]'" if package else str(error)
-            raise ModuleNotFoundError(f"{url}: a package is missing: {help}", name=package) from None
-        self._system.retries = 1  # of s3fs: `_retried` would multiply them
-        self._threads = ThreadPoolExecutor(64)  # where the file system does not use asyncio
-        self._seconds = deque([0.0], maxlen=64)
-
-    def read(self, url: str, start: int, stop: int) -> bytes:
-        options: dict[str, Any] = {"start": start, "end": stop}
-        if url.startswith("hf:"):
-            options["cache_type"] = "none"  # else it reads ahead
-        begun = time.monotonic()
-        requests = [self._begin(url, "cat_file", **options)]
-        patience = max(HEDGE_SECONDS, HEDGE_MEDIANS * statistics.median(tuple(self._seconds)))
-        if not concurrent.futures.wait(requests, min(patience, TIMEOUT_SECONDS)).done:
-            requests.append(self._begin(url, "cat_file", **options))
-        data: bytes = _first_answer(requests, TIMEOUT_SECONDS)
-        self._seconds.append(time.monotonic() - begun)
-        return data
-
-    def ask(self, url: str, method: str, timeout: float, **options: Any) -> Any:
-        return _first_answer([self._begin(url, method, **options)], timeout)
-
-    def _begin(self, url: str, method: str, **options: Any) -> "Future[Any]":
-        path = self._system._strip_protocol(url)
-        if self._system.async_impl:
-            coroutine = getattr(self._system, f"_{method}")(path, **options)
-            return asyncio.run_coroutine_threadsafe(coroutine, self._system.loop)
-        return self._threads.submit(getattr(self._system, method), path, **options)
-
-
-def _first_answer(requests: "list[Future[Any]]", timeout: float) -> Any:
+def _answer(url: str, method: str, timeout: float, patience: float | None = None, **options: Any) -> Any:
+    """Of a remote file system, which is asked once more after `patience`, in seconds."""
+    requests = [_begun(url, method, options)]
     try:
+        if patience is not None and not concurrent.futures.wait(requests, min(patience, timeout)).done:
+            requests.append(_begun(url, method, options))
         for request in concurrent.futures.as_completed(requests, timeout):
             if request.exception() is None:
                 return request.result()
         return requests[0].result()
-    except concurrent.futures.TimeoutError:
+    except concurrent.futures.TimeoutError:  # of its own before Python 3.11
         raise TimeoutError(f"no answer in {timeout:g} s") from None
     finally:
         for request in requests:
             request.cancel()
 
 
-def _remote(url: str) -> _Remote:
-    key = os.getpid(), "/".join(url.split("/")[:3])
-    return _remotes.get(key) or _remotes.setdefault(key, _Remote(url))
+def _begun(url: str, method: str, options: dict[str, Any]) -> "Future[Any]":
+    system, threads = _system(os.getpid(), "/".join(url.split("/")[:3]))
+    path = system._strip_protocol(url)
+    if system.async_impl:
+        return asyncio.run_coroutine_threadsafe(getattr(system, f"_{method}")(path, **options), system.loop)
+    return threads.submit(getattr(system, method), path, **options)
 
 
-_remotes: dict[tuple[int, str], _Remote] = {}
+@cache
+def _system(process: int, root: str) -> tuple[Any, ThreadPoolExecutor]:
+    """The file system of fsspec, which must be used in the process that made it, and threads if it has no own."""
+    from fsspec.core import url_to_fs
+
+    options = _OPTIONS.get(root.partition("://")[0], {})
+    try:
+        system, _ = url_to_fs(root, skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        package = next((package for package in _EXTRAS if package in str(error)), None)
+        help = f"pip install 'megabatch[{_EXTRAS[package]}]'" if package else str(error)
+        raise ModuleNotFoundError(f"{root}: a package is missing: {help}", name=package) from None
+    system.retries = 1  # of s3fs: `retried` would multiply them
+    return system, ThreadPoolExecutor(64)

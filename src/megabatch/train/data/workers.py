@@ -5,9 +5,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -19,10 +22,23 @@ import torch.multiprocessing  # by which tensors pass through pipes
 from .prepare import Piece, Prepare
 from .source import Lost, Source
 
+# A fork copies no source, however large its index. It is safe where threads are as few as on Linux.
+CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 SLOW_SECONDS = 60.0  # without an answer, until somebody is told; doubled each time
 _MOST_DEATHS = 8  # over one request: more are not the samples' fault
 _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOGGER = logging.getLogger("megabatch")
+
+
+def end_with(parent: int) -> None:
+    """Ends this process when its parent is no more: it might wait for ever for work of one that was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Row(NamedTuple):
@@ -49,31 +65,36 @@ class Request:
 
 
 class InProcess:
-    """A worker that is this process. `pending` are the requests that it was sent, and has not answered."""
+    """A worker that is this process.
+
+    Attributes:
+        pending: The requests that it was sent, and has not answered.
+        position: That of the row in work, -1 if none is.
+    """
 
     def __init__(self, source: Source, prepare: Prepare) -> None:
         self.source, self.prepare = source, prepare
         self.pending: deque[Request] = deque()
+        self.position = CONTEXT.RawValue("q", -1)
 
     def send(self, request: Request) -> None:
         self.pending.append(request)
-        self.source.prefetch(_samples(request))
+        self.source.prefetch(row.sample for row in request.rows)
 
     def receive(self) -> tuple[Request, Piece]:
         """The oldest request, and what it asked for."""
         request = self.pending.popleft()
-        return request, self.prepare(self.source, _passes(request), _samples(request))
+        return request, self.prepare(self.source, [row.number for row in request.rows], self._noting(request.rows))
 
-    def end(self) -> None:
-        pass
+    def _noting(self, rows: list[Row]) -> Iterator[int]:
+        for row in rows:
+            self.position.value = row.position
+            yield row.sample
+        self.position.value = -1
 
 
 class WorkerDied(Exception):
-    """`worker.restart()` goes on without the sample."""
-
-    def __init__(self, worker: "Worker") -> None:
-        super().__init__(worker)
-        self.worker = worker
+    """Its worker can be restarted, and asked again."""
 
 
 class Worker(InProcess):
@@ -85,12 +106,10 @@ class Worker(InProcess):
         self._start()
 
     def _start(self) -> None:
-        # A fork copies no source, however large its index. It is safe where threads are as few as on Linux.
-        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self._position = context.RawValue("q", -1)
-        self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._position, self.source, self.prepare)
-        self._process = context.Process(target=_work, args=arguments, daemon=True)
+        self.position.value = -1
+        self._pipe, theirs = CONTEXT.Pipe()
+        arguments = (theirs, self.source, self.prepare, self.position, os.getpid())
+        self._process = CONTEXT.Process(target=_work, args=arguments, daemon=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_TRAINER)
         try:
             self._process.start()
@@ -104,10 +123,11 @@ class Worker(InProcess):
 
     def send(self, request: Request) -> None:
         self.pending.append(request)
-        self._pipe.send(request)
+        with suppress(BrokenPipeError):  # of a process that died: a restart sends what is pending
+            self._pipe.send(request)
 
     def receive(self) -> tuple[Request, Piece]:
-        """Raises WorkerDied, after whose restart it can be called again, and what the preparation raised."""
+        """Raises what the preparation raised, or WorkerDied."""
         patience = SLOW_SECONDS
         while not self._pipe.poll(patience):  # which a dead process ends, too
             said = (self._process.pid, patience, self._at()[1])
@@ -119,7 +139,7 @@ class Worker(InProcess):
             self._process.join(5)
             if self._process.is_alive():
                 raise
-            raise WorkerDied(self) from None
+            raise WorkerDied from None
         if not isinstance(piece, Piece):
             error, trace = piece
             raise error from RuntimeError(f"in a data worker:\n{trace}")
@@ -128,12 +148,12 @@ class Worker(InProcess):
 
     def _at(self) -> tuple[Row | None, str]:
         """What the process is at, or was at when it died."""
-        rows = (row for request in self.pending for row in request.rows if row.position == self._position.value)
+        rows = (row for request in self.pending for row in request.rows if row.position == self.position.value)
         row = next(rows, None)
         return row, "no sample" if row is None else self.source.name(row.sample)
 
     def restart(self) -> None:
-        """After its death: another process, for what is left to do."""
+        """After its death: another process, for what is left to do, without the sample that it was at."""
         code, (row, name) = self._process.exitcode, self._at()
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         _LOGGER.warning("data: worker %d was %s at %s; restarted", self._process.pid, cause, name)
@@ -157,37 +177,17 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _passes(request: Request) -> list[int]:
-    return [row.number for row in request.rows]
-
-
-def _samples(request: Request) -> list[int]:
-    return [row.sample for row in request.rows]
-
-
-def _work(pipe: Connection, position: Any, source: Source, prepare: Prepare) -> None:
-    """Until the trainer ends it, or is no more."""
+def _work(pipe: Connection, source: Source, prepare: Prepare, position: Any, trainer: int) -> None:
+    end_with(trainer)
     torch.set_num_threads(1)
-    trainer = os.getppid()
-    requests: deque[Request] = deque()
-    while os.getppid() == trainer:
-        while pipe.poll(0 if requests else 5):
-            requests.append(pipe.recv())
-            source.prefetch(_samples(requests[-1]))
-        if not requests:
-            continue
-        request = requests.popleft()
+    worker = InProcess(source, prepare)
+    worker.position = position
+    while True:
+        while not worker.pending or pipe.poll():
+            worker.send(pipe.recv())
         try:
-            piece = prepare(source, _passes(request), _noting(request, position))
+            _, piece = worker.receive()
         except Exception as error:
             pipe.send((error, traceback.format_exc()))
         else:
             pipe.send(piece)
-
-
-def _noting(request: Request, position: Any) -> Iterator[int]:
-    """The samples, one after the other; `position` is that of the one in work."""
-    for row in request.rows:
-        position.value = row.position
-        yield row.sample
-    position.value = -1
