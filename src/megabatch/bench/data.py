@@ -5,6 +5,7 @@ import asyncio
 import functools
 import io
 import itertools
+import os
 import tarfile
 import tempfile
 import threading
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,12 +28,14 @@ from .session import Session
 
 DESCRIPTION = """\
 Reads, decodes and crops JPEGs of tar shards in one worker, as training does, and with WebDataset's pipeline (a shuffle
-buffer of 5,000, a DataLoader of one worker) around the same decoding and transforms. From the disk, and from a web
-server on this machine whose every answer takes --latency. Both are warm: a round takes --samples from pipelines that
-have been running. Needs megabatch[train,http], and webdataset for the comparison.
+buffer of 5,000, a DataLoader of one worker) around the same decoding and transforms. From the disk, and by HTTP and S3
+from a server on this machine whose every answer takes --latency; WebDataset reads both with curl. Both are warm: a
+round takes --samples from pipelines that have been running. Needs megabatch[train,http,s3], and webdataset for the
+comparison.
 """
 IMAGE, SIZE = 256, 224  # pixels: of the files, and after the crop
 CROP_SCALE = 0.9
+PLACES = {"disk": "from the disk", "http": "by HTTP", "s3": "by S3"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", type=float, default=20.0, metavar="MS", help="of each answer of the web server, in milliseconds"
     )
-    parser.add_argument("--places", nargs="+", choices=("disk", "http"), default=["disk", "http"], help="where from")
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES], help="where from")
     flags.add_rounds(parser, list(CONTENDERS))
     flags.add_files(parser, plots=False)
 
@@ -56,12 +60,13 @@ def main(options: argparse.Namespace) -> int:
         with Session("data", options, where, len(cases), ["webdataset", "pillow"]) as session:
             for place, rows in cases:
                 case = {"place": place, "rows": rows, "samples": options.samples}
-                case |= {"latency_ms": options.latency} if place == "http" else {}
-                with serving(Path(name), options.latency) if place == "http" else nullcontext(name) as base:
+                case |= {} if place == "disk" else {"latency_ms": options.latency}
+                with nullcontext(name) if place == "disk" else serving(Path(name), options.latency) as base:
+                    base = "s3://bucket" if place == "s3" else base
                     found = contest(f"{base}/{{00000..{options.shards - 1:05}}}.tar", rows, options, where.world)
                 speed = {"samples/s": lambda row: f"{options.samples / row.median:.0f}" if row.median else "-"}
-                about = "from the disk" if place == "disk" else f"over HTTP, {options.latency:g} ms for each answer"
-                session.show(f"N={rows}, {about}", *table(found, {"/ webdataset": "webdataset"}, speed))
+                about = "" if place == "disk" else f", {options.latency:g} ms for each answer"
+                session.show(f"N={rows}, {PLACES[place]}{about}", *table(found, {"/ webdataset": "webdataset"}, speed))
                 session.add(case, (row.record() for row in found))
                 session.reached()
         return session.exit_code
@@ -112,6 +117,7 @@ def webdataset_samples(what: str, batch: int) -> Generator[int, None, None]:
     import webdataset  # type: ignore[import-untyped]
     from braceexpand import braceexpand
 
+    what = what.replace("s3://", f"{os.environ.get('AWS_ENDPOINT_URL')}/")  # where its objects can be read by anybody
     urls = list(braceexpand(what if "://" not in what else f"pipe:curl -s -f {what}"))
     pipeline = webdataset.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
     pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(batch, collation_fn=_joined)
@@ -170,7 +176,8 @@ def write_shard(path: Path, samples: int, number: int) -> None:
 
 @contextmanager
 def serving(folder: Path, latency: float) -> Iterator[str]:
-    """The address of a web server that knows ranges, and waits so many milliseconds before each answer."""
+    """The address of a bucket on a server that waits so many milliseconds before each answer. It answers requests for
+    objects, whole or in part, as S3 does; the environment makes it the server of s3://."""
     from aiohttp import web
 
     @web.middleware
@@ -180,7 +187,7 @@ def serving(folder: Path, latency: float) -> Iterator[str]:
 
     async def start() -> Any:
         application = web.Application(middlewares=[late])
-        application.router.add_static("/", folder)
+        application.router.add_static("/bucket", folder)
         server = web.AppRunner(application, access_log=None)
         await server.setup()
         await web.TCPSite(server, "127.0.0.1", 0).start()
@@ -189,8 +196,11 @@ def serving(folder: Path, latency: float) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     server = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    address = f"http://127.0.0.1:{server.addresses[0][1]}"
+    s3 = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything"}
     try:
-        yield f"http://127.0.0.1:{server.addresses[0][1]}"
+        with mock.patch.dict(os.environ, s3):
+            yield f"{address}/bucket"
     finally:
         asyncio.run_coroutine_threadsafe(server.cleanup(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
