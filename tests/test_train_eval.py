@@ -268,8 +268,14 @@ def test_flags_of_training_are_not_evaluations(run, capsys):
     assert "--lr is not known" in capsys.readouterr().err
 
 
-def test_the_first_samples_can_be_asked_for(run, tmp_path):
-    assert evaluated(tmp_path, "--checkpoint", str(run), "--val-num-samples", "10")["val/samples"] == 10
+def test_the_first_samples_can_be_asked_for(run, tmp_path, monkeypatch):
+    def samples(*flags: str) -> float:
+        return evaluated(tmp_path, "--checkpoint", str(run), "--workers", "0", *flags)["val/samples"]
+
+    assert samples("--val-num-samples", "10") == 10
+    assert samples("--val-num-samples", "1000") == 96
+    monkeypatch.setattr(evaluate, "ICONS", 12)
+    assert samples("--val-data", "icons") == 12
 
 
 def test_bad_samples_are_counted(run, tmp_path):

@@ -2,9 +2,9 @@
 
 `source.py` says what a source is. Sources are `shards.py` (with `tars.py` and `index.py`), `parquet.py`, `tables.py`,
 `folders.py` and `icons.py`; `labelled.py` has images with classes. `listing.py` finds files, `storage.py` reads them
-wherever they are, `blocks.py` does so ahead of time, `captions.py` knows what of a record is what.
-`order.py` decides which samples make a step, `prepare.py` (with `images.py` and the towers' preprocessing) makes
-tensors of them, and `loader.py` does so ahead of time, in other processes.
+wherever they are, `blocks.py` does so ahead of time, and `captions.py` knows what of a record is what. `order.py`
+decides which samples make a step, `prepare.py` (with `images.py` and the towers' preprocessing) makes tensors of them,
+and `loader.py` does so ahead of time, in other processes.
 """
 
 import logging

@@ -60,6 +60,7 @@ class Parquet(Source):
         self._tables = Blocks(self._read_group)
         has = f"It has the columns {', '.join(map(printable, names))}."
         check_first(self, f"{has} Name those of images and captions with --image-key and --text-key.")
+        self._tables = Blocks(self._read_group)  # without the rows and threads of this process
 
     def __len__(self) -> int:
         return int(self._ends[-1])
