@@ -10,7 +10,7 @@ from . import checkpoint
 from .command import device_of
 from .config import Optimization, Run
 from .data import open_classes, open_held_out
-from .evaluate import Figures, evaluate
+from .evaluate import evaluate
 from .flags import REFUSED, add_flags, given_flags, read_config, usage_errors
 from .loading import config_of, load_checkpoint, restored_towers
 from .towers import has_weights, make_towers
@@ -77,13 +77,10 @@ def main(options: argparse.Namespace) -> int:
                 towers = restored_towers(config, *saved)
             figures = evaluate(towers.to(world.device), held_out, classes, config, world)
         if world.rank == 0:
-            _show(figures, options.json)
+            width = max(map(len, figures))
+            for name, value in figures.items():
+                print(f"{name:{width}}  {value:.6g}")
+            if options.json is not None:
+                text = json.dumps(figures, indent=1) + "\n"
+                checkpoint.atomically(options.json, lambda file: file.write(text.encode()))
     return 0
-
-
-def _show(figures: Figures, path: Path | None) -> None:
-    width = max(map(len, figures))
-    for name, value in figures.items():
-        print(f"{name:{width}}  {value:.6g}")
-    if path is not None:
-        checkpoint.atomically(path, lambda file: file.write(json.dumps(figures, indent=1).encode() + b"\n"))

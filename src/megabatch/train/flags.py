@@ -112,17 +112,12 @@ def read_config(given: Mapping[str, Any], *, base: Config | None = None, trainin
             raise ValueError(f"{OPTIONS[one].flag} must come without {OPTIONS[other].flag}, got both. Drop one.")
     config = base or Config()
     for layer in ({} if path is None else read_yaml(path), flags):
-        config = _overlaid(config, layer)
+        # --epochs over a file that says steps means epochs.
+        changes = {**{one: None for one, other in _INSTEAD.items() if other in layer}, **layer}
+        for name, value in changes.items():
+            section = OPTIONS[name].section
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     check(config, training=training)
-    return config
-
-
-def _overlaid(config: Config, layer: Mapping[str, Any]) -> Config:
-    # --epochs over a file that says steps means epochs.
-    layer = {**{one: None for one, other in _INSTEAD.items() if other in layer}, **layer}
-    for section in SECTIONS:
-        changes = {name: value for name, value in layer.items() if OPTIONS[name].section == section}
-        config = replace(config, **{section: replace(getattr(config, section), **changes)})
     return config
 
 

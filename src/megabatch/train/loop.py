@@ -107,10 +107,9 @@ class Trainer:
 
     def _agree(self) -> None:
         """Ranks that train on different data, or from different weights, would do so without a word."""
-        held_out = None if self.held_out is None else len(self.held_out)
         facts = {
             "number of samples": len(self.source),
-            "number of validation samples": held_out,
+            "number of validation samples": len(self.held_out or ()),
             "fingerprint of the data": optimization.stable_seed(repr(self.data)),
             "settings": asdict(self.config),
             "step to go on from": self.progress.step,
@@ -138,7 +137,7 @@ class Trainer:
                 data_seconds = time.perf_counter() - started
                 facts, values = self._step(encoder, batch, max(asked, default=0))
                 values |= self.costs(facts.rows, data_seconds, time.perf_counter() - started)
-                self.report.step(self.progress.step, values | self._progress_values())
+                self.report.step(self.progress.step, values)
                 if self.progress.nonfinite_in_a_row >= self.config.optimization.max_nonfinite:
                     raise RunFailed(
                         f"{self.progress.nonfinite_in_a_row} steps in a row taught nothing. Their samples are in "
@@ -206,7 +205,15 @@ class Trainer:
         if facts.unlisted:
             self.report.warn(f"step {step + 1}: skipped bad samples: {self.skips.write_new(self.world)}")
         self._count(values, facts)
-        return facts, {**values, "train/lr": lr, "train/logit_scale": scale}
+        return facts, {
+            **values,
+            "train/lr": lr,
+            "train/logit_scale": scale,
+            "train/epoch": step // self.steps_per_epoch,
+            "train/samples": self.progress.samples,
+            "train/skipped_samples": self.progress.skipped_samples,
+            "train/nonfinite_steps": self.progress.nonfinite_steps,
+        }
 
     def _descend(self, encoder: nn.Module, batch: RankBatch) -> Figures:
         options = self.config.optimization
@@ -268,14 +275,6 @@ class Trainer:
                 "nonfinite.jsonl."
             )
             self.report.not_finite(progress.step, values, names)
-
-    def _progress_values(self) -> Figures:
-        return {
-            "train/epoch": (self.progress.step - 1) // self.steps_per_epoch,
-            "train/samples": self.progress.samples,
-            "train/skipped_samples": self.progress.skipped_samples,
-            "train/nonfinite_steps": self.progress.nonfinite_steps,
-        }
 
     # ---- now and then
 

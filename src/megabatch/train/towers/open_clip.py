@@ -37,7 +37,9 @@ class OpenClipTowers(WrappedTowers):
         open_clip = import_open_clip()
         _check_name(open_clip, name, pretrained)
         name = name if ":" in name else name.replace("/", "-")
-        tokenizer = _tokenizer(open_clip, name)
+        advice = "open_clip takes it from the Hugging Face hub: run once with a network."
+        with must(f"--model: the tokenizer of {name!r} must be at hand", advice):
+            tokenizer: Tokenizer = open_clip.get_tokenizer(name)
         options: dict[str, Any] = {"init_logit_scale": math.log(init_logit_scale), "force_image_size": force_image_size}
         if init_logit_bias is not None:
             options["init_logit_bias"] = init_logit_bias
@@ -173,9 +175,3 @@ def _check_name(open_clip: Any, name: str, pretrained: str | None) -> None:
 
 def _not_two_towers(name: str, kind: str) -> str:
     return f"--model: must be an image and a text tower, got {name!r}, which is a {kind}. Take a CLIP or a SigLIP."
-
-
-def _tokenizer(open_clip: Any, name: str) -> Tokenizer:
-    advice = "open_clip takes it from the Hugging Face hub: run once with a network."
-    with must(f"--model: the tokenizer of {name!r} must be at hand", advice):
-        return cast(Tokenizer, open_clip.get_tokenizer(name))
