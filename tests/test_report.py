@@ -456,7 +456,8 @@ MISPLACED = """
 })()
 """
 EMPTY = """
-[...document.querySelectorAll(".plot")].filter((plot) => !plot.querySelector(".main-svg .trace path")).map((plot) => plot.id)
+[...document.querySelectorAll(".plot")]
+  .filter((plot) => !plot.querySelector(".main-svg .trace path")).map((plot) => plot.id)
 """
 
 
@@ -515,16 +516,17 @@ def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(brows
 
 def test_a_plot_shows_values_under_the_mouse_and_zooms(browser, many):
     browser.open(many, width=1600)
+    browser.run("document.querySelector('.plot').scrollIntoView({block: 'center'})")
     box = browser.run("document.querySelector('.plot .nsewdrag').getBoundingClientRect().toJSON()")
-    y = box["top"] + box["height"] / 2
+    y = box["top"] + box["height"] * 0.9  # where the curves end
     browser.mouse("mouseMoved", box["left"] + 5, y)
-    browser.mouse("mouseMoved", box["left"] + 20, y)
-    wait = "new Promise((done) => setTimeout(done, 300))"
+    browser.mouse("mouseMoved", box["left"] + box["width"] / 2, y)
+    wait = "new Promise((done) => setTimeout(done, 500))"
     browser.run(wait)
     assert "±" in browser.run("document.querySelector('.plot .hoverlayer').textContent")
     browser.mouse("mousePressed", box["left"] + 20, y)
-    browser.mouse("mouseMoved", box["left"] + 90, y + 40)
-    browser.mouse("mouseReleased", box["left"] + 90, y + 40)
+    browser.mouse("mouseMoved", box["left"] + 90, y - 60)
+    browser.mouse("mouseReleased", box["left"] + 90, y - 60)
     browser.run(wait)
     low, high = browser.run("document.querySelector('.plot')._fullLayout.xaxis.range")
     assert 0 < low < high < 150

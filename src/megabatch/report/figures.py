@@ -142,7 +142,7 @@ def metrics_of(runs: Iterable[Run]) -> dict[str, tuple[str, str]]:
     """The metrics that are drawn of these runs, each with its section and title, in the order of the page."""
     names = {metric for run in runs for metric in run.columns}
     left = sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])  # @5 before @10
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for section, pattern, title in METRICS:
         found |= {name: (section, re.sub(pattern, title, name)) for name in left if re.fullmatch(pattern, name)}
     others = [name for name in left if name not in found][:MOST_OTHERS]
