@@ -358,6 +358,7 @@ SMALLER = {
     "train": "--global-batch-size 64 --train-num-samples 128 --workers 0 --val-frequency 0",
     "eval": "",
     "export": "",
+    "report": "",
     "index": "",
     "bench data": "--quick",
 }
@@ -379,7 +380,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest": "runs tests",
 }
 PROGRAMS = ("megabatch", "python", ".venv/bin/python", ".venv/bin/torchrun", "torchrun", "srun", "make", "pip", "git")
-MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "index", "bench", "plan")}
+MENTIONED = {f"megabatch {name}" for name in ("train", "eval", "export", "report", "index", "bench", "plan")}
 FIRST_RUN = "--epochs 10 --name first"  # the run that other commands evaluate, export and resume
 
 

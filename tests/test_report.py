@@ -322,6 +322,20 @@ def test_values_that_are_not_finite_are_gaps(tmp_path):
     np.testing.assert_array_equal(unpacked(figure.traces[0]["y"]), [1.0, math.nan, math.nan, math.nan, 1e300, 2.0])
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", 1e300, -1, True])
+def test_a_run_in_which_every_value_is_strange_is_a_page(tmp_path, value):
+    lines = [dict.fromkeys(step_line(1), value) | {"step": step} for step in (1, 2)]
+    runs = [write_run(tmp_path / str(seed), lines, seed=seed) for seed in range(2)]
+    assert "Training loss" in text_of(page(*runs))
+
+
+def test_metrics_that_are_too_many_are_counted(tmp_path):
+    run = write_run(tmp_path, [step_line(1, **{f"mine/{n}": 1.0 for n in range(100)})])
+    text = text_of(page(run))
+    assert "60 more metrics are not drawn." in text
+    assert text.count("<figcaption>mine/") == 40
+
+
 @pytest.mark.parametrize("content", ["[1", "just text", "a: &a [*a]", "{1: {2: 3}}", "\x00"])
 def test_strange_settings_are_a_page(tmp_path, content):
     run = write_run(tmp_path, [step_line(1)])
@@ -456,7 +470,8 @@ MISPLACED = """
 })()
 """
 EMPTY = """
-[...document.querySelectorAll(".plot")].filter((plot) => !plot.querySelector(".main-svg .trace path")).map((plot) => plot.id)
+[...document.querySelectorAll(".plot")]
+  .filter((plot) => !plot.querySelector(".main-svg .trace path")).map((plot) => plot.id)
 """
 
 
@@ -515,16 +530,17 @@ def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(brows
 
 def test_a_plot_shows_values_under_the_mouse_and_zooms(browser, many):
     browser.open(many, width=1600)
+    browser.run("document.querySelector('.plot').scrollIntoView({block: 'center'})")
     box = browser.run("document.querySelector('.plot .nsewdrag').getBoundingClientRect().toJSON()")
-    y = box["top"] + box["height"] / 2
+    y = box["top"] + box["height"] * 0.9  # where the curves end
     browser.mouse("mouseMoved", box["left"] + 5, y)
-    browser.mouse("mouseMoved", box["left"] + 20, y)
-    wait = "new Promise((done) => setTimeout(done, 300))"
+    browser.mouse("mouseMoved", box["left"] + box["width"] / 2, y)
+    wait = "new Promise((done) => setTimeout(done, 500))"
     browser.run(wait)
     assert "±" in browser.run("document.querySelector('.plot .hoverlayer').textContent")
     browser.mouse("mousePressed", box["left"] + 20, y)
-    browser.mouse("mouseMoved", box["left"] + 90, y + 40)
-    browser.mouse("mouseReleased", box["left"] + 90, y + 40)
+    browser.mouse("mouseMoved", box["left"] + 90, y - 60)
+    browser.mouse("mouseReleased", box["left"] + 90, y - 60)
     browser.run(wait)
     low, high = browser.run("document.querySelector('.plot')._fullLayout.xaxis.range")
     assert 0 < low < high < 150

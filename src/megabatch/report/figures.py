@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .runs import AXES, Column, Numbers, Run
+from .runs import AXES, Column, Numbers, Run, finite, median
 
 POINTS = 60_000  # on a page, at most; but every curve has some
 STRETCHES = (10, 500)  # of a curve: at least, at most
@@ -90,10 +90,11 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
         setting = tuple(sorted((name, value) for name, value in run.settings.items() if name not in OWN))
         found.setdefault(setting or run.name, []).append(run)
     differing = [name for name in differences([group[0] for group in found.values()]) if name not in OWN]
-    return [
-        Group(_label(group, differing), group, {"color": COLOURS[n % len(COLOURS)], "dash": DASHES[n // 8 % 4]})
-        for n, group in enumerate(found.values())
-    ]
+    return [Group(_label(group, differing), group, _style(number)) for number, group in enumerate(found.values())]
+
+
+def _style(number: int) -> Trace:
+    return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def _label(runs: Sequence[Run], differing: Sequence[str]) -> str:
@@ -138,20 +139,20 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
     return sections
 
 
-def metrics_of(runs: Iterable[Run]) -> dict[str, tuple[str, str]]:
+def metrics_of(runs: Iterable[Run], most_others: int | None = MOST_OTHERS) -> dict[str, tuple[str, str]]:
     """The metrics that are drawn of these runs, each with its section and title, in the order of the page."""
     names = {metric for run in runs for metric in run.columns}
     left = sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])  # @5 before @10
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for section, pattern, title in METRICS:
         found |= {name: (section, re.sub(pattern, title, name)) for name in left if re.fullmatch(pattern, name)}
-    others = [name for name in left if name not in found][:MOST_OTHERS]
+    others = [name for name in left if name not in found][:most_others]
     return {name: place for name, place in found.items() if place[0]} | {name: (OTHERS, name) for name in others}
 
 
 def _traces(group: Group, number: int, metric: str, unit: float, stretches: int) -> Iterator[Trace]:
     runs = [run for run in group.runs if metric in run.columns]
-    columns = [Column(each.steps, _finite(each.values)) for each in (run.columns[metric] for run in runs)]
+    columns = [Column(each.steps, finite(each.values)) for each in (run.columns[metric] for run in runs)]
     axes = [run.axes(column.steps, unit) for run, column in zip(runs, columns, strict=True)]
     several = len(group.runs) > 1
     for run, column, places in zip(runs, columns, axes, strict=True):
@@ -187,10 +188,6 @@ def _line(values: Numbers, places: Mapping[str, Numbers], kept: NDArray[np.intp]
         "marker": {"size": 4},
         "hovertemplate": HOVER,
     }
-
-
-def _finite(values: Numbers) -> Numbers:
-    return np.where(np.isfinite(values), values, np.nan)
 
 
 def _mean(steps: Numbers, columns: Sequence[Column]) -> tuple[Numbers, Numbers]:
@@ -234,7 +231,7 @@ def packed(values: Numbers) -> dict[str, str]:
 
 def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
     """A bar for each group, of the median seconds of each part of a step; none where none was measured."""
-    seconds: dict[str, dict[str, float]] = {title: {} for title in (*PARTS.values(), REST)}
+    seconds: dict[str, dict[str, float | None]] = {title: {} for title in (*PARTS.values(), REST)}
     for group in groups:
         found: dict[str, list[Numbers]] = {}
         for run in group.runs:
@@ -247,7 +244,7 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
                         rest = rest - values
                 found.setdefault(REST, []).append(rest)
         for title, each in found.items():
-            seconds[title][group.label] = float(np.median(_finite(np.concatenate(each))))
+            seconds[title][group.label] = median(np.concatenate(each))
     labels = [escape(shortened(label), quote=False) for label in seconds[REST]]
     traces = [
         {
@@ -255,7 +252,7 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
             "orientation": "h",
             "name": title,
             "x": [medians.get(label) for label in seconds[REST]],
-            "y": labels,
+            "y": list(range(len(labels))),
             "marker": {"color": colour},
             "hovertemplate": f"%{{x:.4g}} s<br>{title}<extra></extra>",
         }
@@ -265,8 +262,9 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
     apart = all(label in seconds["towers"] for label in seconds[REST])
     note = "Communication overlaps with towers and loss, and is not measured apart." if apart else NOT_APART
     layout = {"barmode": "stack", "showlegend": True, "height": 120 + 28 * len(labels)}
-    axes = {"xaxis": {"title": {"text": "seconds"}}, "yaxis": {"autorange": "reversed"}}
-    return [Figure("Parts of a step, medians", traces, {**layout, **axes}, note, wide=True)] if traces else []
+    groups_axis = {"autorange": "reversed", "tickvals": list(range(len(labels))), "ticktext": labels}
+    layout |= {"xaxis": {"title": {"text": "seconds"}}, "yaxis": groups_axis}
+    return [Figure("Parts of a step, medians", traces, layout, note, wide=True)] if traces else []
 
 
 def with_error_bars(
@@ -288,8 +286,8 @@ def with_error_bars(
     traces: list[Trace] = []
     for number, (name, points) in enumerate(series.items()):
         places, means, deviations = (list(column) for column in zip(*sorted(points), strict=True))
-        colour = COLOURS[number % len(COLOURS)]
-        look = {"color": colour, "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+        look = _style(number)
+        colour = look["color"]
         shown = {"type": "scatter", "name": escape(name, quote=False), "x": places, "legendgroup": str(number)}
         if band:
             low, high = (
@@ -302,7 +300,7 @@ def with_error_bars(
         hover = {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
         traces.append({**shown, "mode": "lines+markers", "y": means, "line": look, **error, **hover})
     ticks = sorted({point[0] for points in series.values() for point in points})
-    axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks], "title": {"text": x}}
+    axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks], "title": {"text": x}}
     return Figure(title, traces, {"showlegend": True, "xaxis": axis, "yaxis": {"title": {"text": y}}}, note)
 
 

@@ -36,6 +36,7 @@ function draw(id, width) {
   const layout = {
     showlegend: false,
     hovermode: "closest",
+    hoverdistance: 60,
     height: 240,
     dragmode: touch ? false : "zoom",
     uirevision: axis, // a zoom outlives all other switches

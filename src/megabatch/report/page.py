@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from .. import __version__
 from . import summary
-from .figures import LEFT_OUT, SPEED, Figure, Group, curves, grouped, parts_of_step, time_unit
+from .figures import LEFT_OUT, OTHERS, SPEED, Figure, Group, curves, grouped, metrics_of, parts_of_step, time_unit
 from .runs import Run
 from .summary import Table
 
@@ -52,6 +53,7 @@ class Section(NamedTuple):
     folded: bool = False
 
 
+@np.errstate(all="ignore")  # of runs that diverged
 def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
     """The page of these runs, with sections of examples."""
     groups = grouped(runs)
@@ -65,6 +67,8 @@ def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
         texts = [f"{THINNED} {TIME}" + f" {BANDS}" * several] if title == next(iter(drawn)) else []
         tables = summary.left_out(runs) if title == LEFT_OUT else []
         texts += ["None."] if not figures and not tables else []
+        more = len(metrics_of(runs, None)) - len(metrics_of(runs))
+        texts += [f"{more} more metrics are not drawn."] if title == OTHERS and more else []
         parts = parts_of_step(groups) if title == SPEED else []
         sections.append(Section(title, texts, tables, [*parts, *figures]))
     settings, environments = summary.common_settings(runs), summary.environments(runs)

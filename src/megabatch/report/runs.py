@@ -54,7 +54,7 @@ class Run:
     def clock(self) -> Column | None:
         """Seconds of training until the end of each step, without evaluations."""
         column = self.columns.get("train/step_seconds")
-        return None if column is None else Column(column.steps, np.nancumsum(column.values))
+        return None if column is None else Column(column.steps, np.nancumsum(finite(column.values)))
 
     @property
     def seconds(self) -> float:
@@ -64,6 +64,17 @@ class Run:
         """Where these steps are on each of AXES; time in units of so many seconds."""
         samples, time = _at(self.columns.get("train/samples"), steps), _at(self.clock, steps) / unit
         return {"steps": steps, "samples": samples, "time": time}
+
+
+def finite(values: Numbers) -> Numbers:
+    """NaN for what is not."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def median(values: Numbers) -> float | None:
+    """Of those that are finite; None where there is none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None
 
 
 def _at(column: Column | None, steps: Numbers) -> Numbers:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .figures import OWN, Group, differences
-from .runs import Run, text_of
+from .runs import Run, median, text_of
 
 NONE = "–"
 # Of the last step or evaluation: metric, heading, format.
@@ -39,11 +39,11 @@ def last_figures(groups: Sequence[Group]) -> Table:
     for group in groups:
         for run in group.runs:
             speed = run.columns.get("train/samples_per_second")
-            median = float(np.nanmedian(speed.values)) if speed is not None else None
+            samples_per_second = None if speed is None else median(speed.values)
             steps = max((column.steps[-1] for column in run.columns.values()), default=0)
             counts = [f"{steps:,.0f}", number(run.last("train/samples"), ",.0f"), duration(run.seconds)]
             figures = [number(run.last(metric), how) for metric, _, how in shown]
-            rows.append([run.name, *counts, number(median, ",.0f"), *figures])
+            rows.append([run.name, *counts, number(samples_per_second, ",.0f"), *figures])
         if len(group.runs) > 1:
             spreads = [_spread([run.last(metric) for run in group.runs], how) for metric, _, how in shown]
             rows.append([f"mean ± std: {group.label}", *[""] * 4, *spreads])
@@ -54,8 +54,7 @@ def _spread(values: Sequence[float | None], how: str) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return NONE
-    with np.errstate(invalid="ignore"):
-        return f"{number(float(np.mean(known)), how)} ± {number(float(np.std(known, ddof=1)), how)}"
+    return f"{number(float(np.mean(known)), how)} ± {number(float(np.std(known, ddof=1)), how)}"
 
 
 def differing_settings(runs: Sequence[Run]) -> list[Table]:

@@ -11,4 +11,6 @@ run_folder.py      the lock that leaves a folder to one run
 signals.py         which signals end a run, and with what exit code
 evaluate.py        validation loss, retrieval, zero-shot classification
 report.py          progress bar, out.log, metrics.jsonl, TensorBoard
+report_command.py  `megabatch report`, whose page is that of ../report
+retrieved.py       examples of what a run retrieves
 """

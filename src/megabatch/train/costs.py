@@ -28,7 +28,7 @@ class StepCosts:
     def mark(self, part: str) -> None:
         """What was done since the last mark was this part of the step. The device is not waited for."""
         if self._world.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._marks.append((part, event))
         else:

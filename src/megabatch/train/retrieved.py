@@ -42,7 +42,7 @@ def retrieved(run: Path, texts: int, matches: int = 5) -> list[tuple[str, list[M
     if not kept:
         raise ValueError(f"--val-data must have samples that can be read, got none in {config.evaluation.val_data}.")
     pixels = torch.cat([pieces[index].first for index in kept])
-    images = torch.cat([towers.encode_image(towers.pixels(some)) for some in pixels.split(AT_A_TIME)])
+    images = torch.cat([towers.encode_image(towers.pixels(some)) for some in torch.split(pixels, AT_A_TIME)])
     queries = towers.encode_text(torch.cat([pieces[index].second[:1] for index in kept[:texts]]))
     _, nearest = mb.similarity_topk(queries, images, min(matches, len(kept)), normalize=True, group=None)
     found = [[kept[row] for row in rows] for rows in nearest.tolist()]
