@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "train": {PUBLIC, "reference", "distributed", "plan"},
     "check": {PUBLIC, "reference", "tolerance", "machine", "bench", "distributed"},
     "cli": {PUBLIC, "check", "train", "bench", "plan"},
+    "completion": {"cli"},
     "__main__": {"cli"},
 }
 
