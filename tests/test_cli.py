@@ -1,9 +1,12 @@
 """The command line itself: which command runs, and what it says about arguments and packages that are not there."""
 
 import argparse
+import io
+import shutil
 import subprocess
 import sys
 import types
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +100,34 @@ def test_help_imports_no_torch(program):
         imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         assert "megabatch.cli" in imported
         assert "torch" not in imported, words
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("ben", "bench"),
+        ("bench lo", "loss"),
+        ("bench loss --er", "--error-rows"),
+        ("bench loss --rows 40 --er", "--error-rows"),
+        ("train --global", "--global-batch-size"),
+        ("eval --check", "--checkpoint"),
+        ("bench qqq", ""),
+    ],
+)
+def test_the_shell_completes_commands_and_flags(typed, found, completion):
+    words = ["megabatch", *typed.split()]
+    script = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megabatch; echo ${{COMPREPLY[@]}}"
+    ended = subprocess.run(["bash", "-c", f"{completion}\n{script}"], capture_output=True, text=True, check=True)
+    assert (ended.stdout.strip(), ended.stderr) == (found, "")
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert main(["completion"]) == 0
+    return printed.getvalue()
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

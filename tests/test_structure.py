@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "train": {PUBLIC, "reference", "distributed", "machine", "plan", "report"},
     "check": {PUBLIC, "reference", "tolerance", "machine", "bench", "distributed"},
     "cli": {PUBLIC, "check", "train", "bench", "plan"},
+    "completion": {"cli"},
     "__main__": {"cli"},
 }
 

@@ -26,7 +26,7 @@ from megabatch.bench import flags, measure, plot, report
 from megabatch.bench.cases import Case
 from megabatch.bench.contenders import CONTENDERS
 from megabatch.bench.processes import runner
-from megabatch.bench.results import Row
+from megabatch.bench.results import table
 from megabatch.bench.trial import Rules, contest
 
 ACT_1 = """\
@@ -46,8 +46,7 @@ The same trainer takes one step at batch {batch:,}, in a process that may take {
 torch take themselves. Icons repeat until the batch is full; rows with the same name are not each other's negatives.
 """
 LOSSES = ("formula", "compiled", "megabatch")
-SIZES, QUICK_SIZES = [1024, 2048, 4096, 8192, 16384], [256, 1024, 4096]
-FEW_ROUNDS_FROM = 8192  # rows: rounds of these take long
+SIZES, QUICK_SIZES = [1024, 4096, 16384], [256, 1024, 4096]
 SAME_STEPS, SAME = 10, 1e-5  # number of steps, and how much loss curves may differ
 RECALLS, LEARNED = (1, 5, 10), 0.10  # the last recall, at least, both ways
 WAYS = {"text_to_image": "name to icon", "image_to_text": "icon to name"}
@@ -98,39 +97,24 @@ def growing(options: argparse.Namespace, folder: Path) -> bool:
     heading(1, "The batch grows, the memory does not")
     print(ACT_1.format(width=options.width, limit=limit // 2**20))
     contenders = [CONTENDERS[name] for name in LOSSES]
-    head = ["rows", *(part for one in contenders for part in (one.title, "MiB")), ""]
-    widths = [8, *(width for one in contenders for width in (max(len(one.title), 14), 8)), 0]
-    print(report.line(head, widths), flush=True)
+    largest = dict.fromkeys((one.title for one in contenders), 0)
     cases: list[dict[str, Any]] = []
     with runner("cpu") as where:
-        for rows in options.rows:
-            rules = Rules(repeats=3 if rows >= FEW_ROUNDS_FROM else 7, limit=limit)
-            found = contest(Case("clip", rows, options.width), contenders, rules, where)
-            cases.append({"rows": rows, "contenders": [row.record() for row in found]})
-            cells = (cell for row in found for cell in _cells(row))
-            print(report.line([f"{rows}", *cells, ""], widths), flush=True)
+        for rows in sorted(options.rows):
+            case = Case("clip", rows, options.width)
+            found = contest(case, contenders, Rules(limit=limit), where)
+            print(f"{case}\n\n{report.table(*table(found, {'/ megabatch': 'megabatch'}))}\n", flush=True)
             if any(row.status == "wrong" for row in found):
-                print("FAILED: " + "; ".join(report.remark(row.status, row.note) for row in found))
+                print("FAILED: a result is wrong")
                 return False
-    largest = {
-        one.title: max((case["rows"] for case in cases if _ran(case, one.name)), default=0) for one in contenders
-    }
-    print("\nlargest batch: " + ", ".join(f"{rows:,} rows {title}" for title, rows in largest.items()))
+            cases.append({"rows": rows, "contenders": [row.record() for row in found]})
+            largest |= {row.title: rows for row in found if row.status == "ok"}
+    print("largest batch: " + ", ".join(f"{rows:,} rows {title}" for title, rows in largest.items()))
     if importlib.util.find_spec("matplotlib") is not None and (curves := plot.curves_of(cases)):
         path = options.out / "demo.png"
         plot.draw(curves, f"clip_loss, D={options.width}, {limit // 2**20} MiB for each process", path)
         print(f"plot: {path}")
     return largest["megabatch"] == max(largest.values())
-
-
-def _cells(row: Row) -> tuple[str, str]:
-    if row.status != "ok":
-        return row.status, ""
-    return report.seconds(row.median), report.mebibytes(row.peak_bytes)
-
-
-def _ran(case: dict[str, Any], name: str) -> bool:
-    return any(row["name"] == name and row["status"] == "ok" for row in case["contenders"])
 
 
 # ---- the trainer, as people run it

@@ -24,6 +24,7 @@ COMMANDS = {
     "index": ("megabatch.train.index_command", "index tar shards, once, for training"),
     "bench": ("megabatch.bench.command", "measure megabatch and other libraries on this machine"),
     "plan": ("megabatch.plan.command", "predict which batch fits which GPUs, and the time of a step"),
+    "completion": ("megabatch.completion", "print a script that completes commands and flags in bash and zsh"),
 }
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")

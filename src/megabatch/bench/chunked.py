@@ -303,12 +303,8 @@ CONTENDERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["pairs", "towers"], help="what is trained")
     flags.add_rows(parser, [1024], chunk=64)
-    words = {
-        "width": "width of towers and features",
-        "layers": "layers of a tower",
-        "image": "side of an image, in pixels",
-    }
-    words |= {"patch": "side of a patch", "vocabulary": "different tokens"}
+    words = {"width": "width of towers and features", "layers": "layers of a tower", "patch": "side of a patch"}
+    words |= {"image": "side of an image, in pixels", "vocabulary": "different tokens"}
     words["context"] = f"tokens of a text, at most (default: {Shape.context}; texts: {TEXTS_CONTEXT})"
     for name, default in asdict(Shape()).items():
         parser.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=words[name])

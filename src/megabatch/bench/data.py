@@ -9,12 +9,11 @@ import os
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,6 +21,8 @@ from torch import Tensor
 
 from ..distributed.world import World
 from . import flags, measure
+from .cases import Step
+from .contenders import Contender, NotInstalled, package
 from .processes import runner
 from .results import Row, table
 from .session import Session
@@ -73,56 +74,70 @@ def main(options: argparse.Namespace) -> int:
 
 
 def contest(what: str, batch: int, options: argparse.Namespace, world: World) -> list[Row]:
-    rows = [Row(name, name) for name in options.contenders]
-    steps: dict[str, Callable[[], object]] = {}
+    rows = [Row(name, CONTENDERS[name].title) for name in options.contenders]
+    steps: dict[str, Step] = {}
     with ExitStack() as stack:
         for row in rows:
-            if row.name == "webdataset" and find_spec("webdataset") is None:
-                row.status = "not installed"
-                continue
-            samples = stack.enter_context(closing(CONTENDERS[row.name](what, batch)))
-            next(samples)
-            steps[row.name] = functools.partial(take, samples, options.samples)
+            row.status = "not installed"
+            with suppress(NotInstalled):
+                steps[row.name] = CONTENDERS[row.name].make(Loading(what, batch, options.samples, stack))
+                row.status = "ok"
         runs = measure.rounds(world, steps, options.repeats, options.seconds)
     for row in rows:
         row.seconds = [seconds for seconds, _ in runs.get(row.name, [])]
     return rows
 
 
-def take(batches: Iterator[int], samples: int) -> None:
-    while samples > 0:
-        samples -= next(batches)
-
-
 # ---- the contenders
 
 
-def tokenize(texts: Sequence[str]) -> Tensor:
-    return torch.tensor([list(text.encode()[:32].ljust(32, b"\0")) for text in texts])
+class Loading(NamedTuple):
+    """What is read, in batches of how many samples, how many a step takes, and what ends when all is over."""
+
+    what: str
+    batch: int
+    samples: int
+    stack: ExitStack
+
+    def step(self, batches: Iterator[Any]) -> Step:
+        next(batches)  # the first is here before anything is timed
+
+        def step() -> None:
+            for _ in range(-(-self.samples // self.batch)):
+                next(batches)
+
+        return step
 
 
-def megabatch_samples(what: str, batch: int) -> Generator[int, None, None]:
-    """The size of each batch."""
+def ours(work: Loading) -> Step:
     from ..train.data import open_source
     from ..train.data.loader import Requests, batches
     from ..train.data.order import Order
 
-    source = open_source(what)
-    order = Order(source.counts, seed=0, batch_size=batch, block=source.block)
-    with closing(batches(source, _prepare(), Requests(order), workers=1)) as loaded:
-        yield from (len(each.ids) for each in loaded)
+    source = open_source(work.what)
+    order = Order(source.counts, seed=0, batch_size=work.batch, block=source.block)
+    return work.step(work.stack.enter_context(closing(batches(source, _prepare(), Requests(order), workers=1))))
 
 
-def webdataset_samples(what: str, batch: int) -> Generator[int, None, None]:
-    import webdataset  # type: ignore[import-untyped]
+def webdataset(work: Loading) -> Step:
+    module = package("webdataset")
     from braceexpand import braceexpand
 
-    what = what.replace("s3://", f"{os.environ.get('AWS_ENDPOINT_URL')}/")  # where its objects can be read by anybody
+    what = work.what.replace("s3://", f"{os.environ.get('AWS_ENDPOINT_URL')}/")  # there anybody can read its objects
     urls = list(braceexpand(what if "://" not in what else f"pipe:curl -s -f {what}"))
-    pipeline = webdataset.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
-    pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(batch, collation_fn=_joined)
-    loaded = iter(torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=1, prefetch_factor=2))
-    yield from (len(texts) for _, texts in loaded)
+    pipeline = module.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
+    pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(work.batch, collation_fn=_joined)
+    return work.step(iter(torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=1, prefetch_factor=2)))
+
+
+CONTENDERS = {
+    "megabatch": Contender("megabatch", "megabatch", ours, losses=(), ours=True),
+    "webdataset": Contender("webdataset", "webdataset", webdataset, losses=(), package="webdataset"),
+}
+
+
+def tokenize(texts: Sequence[str]) -> Tensor:
+    return torch.tensor([list(text.encode()[:32].ljust(32, b"\0")) for text in texts])
 
 
 @functools.cache
@@ -147,9 +162,6 @@ def _prepared(sample: dict[str, Any]) -> tuple[Tensor, str]:
 def _joined(samples: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, Tensor]:
     images, texts = zip(*samples, strict=True)
     return torch.stack(images), tokenize(texts)
-
-
-CONTENDERS = {"megabatch": megabatch_samples, "webdataset": webdataset_samples}
 
 
 # ---- the data

@@ -64,9 +64,10 @@ def add_sizes(parser: argparse.ArgumentParser, rows: Sequence[int], width: int =
 
 def add_rounds(parser: argparse.ArgumentParser, contenders: Iterable[str], default: Sequence[str] = ()) -> None:
     """Which contenders, and for how long."""
-    names, words = list(contenders), "number of rounds, at least; 0: memory only"
+    names, words = list(contenders), "contenders: see megabatch bench list"
     chosen = list(default or names)
-    parser.add_argument("--contenders", nargs="+", choices=names, default=chosen, metavar="NAME", help="which of them")
+    parser.add_argument("--contenders", nargs="+", choices=names, default=chosen, metavar="NAME", help=words)
+    words = "number of rounds, at least; 0: memory only"
     parser.add_argument("--repeats", type=count, default=7, metavar="N", help=words)
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="measure for at least this long")
     words = "tiny sizes, to test that it runs; the figures mean nothing"

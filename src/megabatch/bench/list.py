@@ -3,7 +3,7 @@
 import argparse
 
 from ..machine import version
-from . import chunked, gradients, loss, paper, ring, step
+from . import chunked, data, gradients, loss, paper, ring, step
 from .cases import LOSSES
 from .contenders import CONTENDERS, PACKAGES
 
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "chunked": chunked.CONTENDERS,
     "step": step.CONTENDERS,
     "gradients": gradients.SETTINGS,
+    "data": data.CONTENDERS,
 }
 
 

@@ -39,19 +39,13 @@ def tile(text: str) -> str:
 
 
 def contenders(tiles: Sequence[str], case: Case, names: Sequence[str]) -> list[Contender]:
-    titles = {OWN: "megabatch, its own choice", UNDIVIDED: "one tile"}
-    sides = {OWN: None, UNDIVIDED: WHOLE}
+    named = {OWN: ("megabatch, its own choice", None), UNDIVIDED: ("one tile", WHOLE)}
     exchange: dict[str, Any] = {"exchange": "ring"} if case.ranks > 1 else {}
-    tiled = [
-        Contender(
-            size,
-            titles.get(size, f"tiles of {size}"),
-            partial(ours, tile=sides[size] if size in sides else int(size), **exchange),
-            ours=True,
-        )
-        for size in dict.fromkeys(tiles)
-    ]
-    return [*(tiled if "tiles" in names else []), *([CONTENDERS["products"]] if "products" in names else [])]
+    tiled = []
+    for size in dict.fromkeys(tiles if "tiles" in names else ()):
+        title, side = named.get(size) or (f"tiles of {size}", int(size))
+        tiled.append(Contender(size, title, partial(ours, tile=side, **exchange), ours=True))
+    return tiled + ([CONTENDERS["products"]] if "products" in names else [])
 
 
 def main(options: argparse.Namespace) -> int:

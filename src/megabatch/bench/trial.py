@@ -26,10 +26,8 @@ from .results import Row
 # The profiler's view of a step on a device: seconds by part.
 Parts = Callable[[Callable[[], object], torch.device], dict[str, float]]
 
-
 # What is measured, a Case for instance: frozen, and small enough to be sent to a process. It has rows, ranks, scale and
 # torch_dtype; few(), the same with few rows; work(world), what a rank computes on; expected(), what it should get.
-# A work has clear(), gradients(), and own_rows: gradients are of this rank's rows, else all ranks have the same.
 Problem = Any
 
 
