@@ -37,6 +37,8 @@ _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", 
 _PERMANENT: tuple[type[Exception], ...] = (PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT += (ValueError, TypeError, NotImplementedError, ImportError)
 _seconds = deque([0.0], maxlen=64)  # that recent reads took
+# Two threads may make one each. One that is collected is closed in the event loop of whatever thread does so.
+_systems: list[Any] = []
 
 
 class StorageError(OSError):
@@ -196,5 +198,6 @@ def _system(process: int, root: str) -> tuple[Any, ThreadPoolExecutor]:
         package = next((package for package in _EXTRAS if package in str(error)), None)
         help = f"pip install 'megabatch[{_EXTRAS[package]}]'" if package else str(error)
         raise ModuleNotFoundError(f"{root}: a package is missing: {help}", name=package) from None
+    _systems.append(system)
     system.retries = 1  # of s3fs: `retried` would multiply them
     return system, ThreadPoolExecutor(64)
