@@ -45,6 +45,8 @@ SUMMARY = "loss-summary"  # the table of the README, by tools/loss_summary.py
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: ?(?:%|×|[nmµ]?s|[KMGT]i?B))?"
 FIGURE = re.compile(rf"[*~≥ ]*{NUMBER}(?:(?:, | / | ± |<br>){NUMBER})*[*]*")
 
+NO_BREAK = "\u00a0"  # a space that browsers do not break lines at: no figure is torn apart
+
 Row = dict[str, Any]
 
 
@@ -124,7 +126,7 @@ def _cell(row: Row) -> str:
         figures.append("× {:.2f} [{:.2f}, {:.2f}]".format(*ratio))
     figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
     figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
-    return "<br>".join(figures)
+    return "<br>".join(figures).replace(" ", NO_BREAK)
 
 
 def _ratio_key(row: Row) -> str:
