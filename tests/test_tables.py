@@ -55,6 +55,9 @@ def test_a_table_is_rendered_with_its_machine_and_command(tmp_path: Path, monkey
     assert "| slow | out of memory | out of memory |" in page
     assert "not installed" not in page
     assert tables.written(page) == page
+    both = document([contender(), contender("open_clip")], loss="clip")
+    both["machine"]["packages"] = {"open_clip_torch": "3.3.0", "lightly": "1.6.0"}
+    assert "torch 2.13, open_clip_torch 3.3.0, commit abc." in tables.rendered("loss", both)  # lightly is not shown
     (tmp_path / "loss.json").write_text(json.dumps(document([contender(median=0.5)], loss="clip")))
     assert tables.written(page) != page  # other figures than the page has
 
