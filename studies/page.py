@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scipy.stats import ttest_rel
 
-from megabatch.bench.report import markdown
+from tools.tables import markdown
 
 from .batch_size import HERE, Job, Study, best_factor, cells, scores, seed_scores, tried
 

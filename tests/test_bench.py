@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,7 +22,7 @@ import torch
 
 import megabatch
 from megabatch import reference
-from megabatch.bench import formulas, measure, plot, processes, report, trial
+from megabatch.bench import data, formulas, measure, plot, processes, report, trial
 from megabatch.bench.cases import LOSSES, Case, results
 from megabatch.bench.command import COMMANDS
 from megabatch.bench.contenders import CONTENDERS, CannotRun, Contender, NotInstalled
@@ -508,3 +510,35 @@ def test_a_word_means_one_thing_in_every_benchmark(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_description_is_at_most_six_lines(name):
     assert len(import_module(COMMANDS[name][0]).DESCRIPTION.splitlines()) <= 6
+
+
+# ---- data
+
+
+def test_data_is_read_from_the_disk_and_from_a_server_and_what_is_missing_is_said(tmp_path, monkeypatch, capsys):
+    def gone(name: str) -> Any:
+        raise NotInstalled
+
+    monkeypatch.setattr(data, "package", gone)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "out.json"
+    assert main(["data", "--quick", "--json", str(path)]) == 0
+    disk, http = json.loads(path.read_text())["cases"]
+    assert (disk["place"], http["place"], http["latency_ms"]) == ("disk", "http", 1.0)
+    for case in (disk, http):
+        ours, other = case["contenders"]
+        assert (ours["status"], len(ours["seconds"])) == ("ok", 2)
+        assert (other["name"], other["status"], other["seconds"]) == ("webdataset", "not installed", [])
+    assert "samples/s" in capsys.readouterr().out
+
+
+def test_a_server_answers_with_the_bytes_that_are_asked_for_after_its_latency(tmp_path):
+    (tmp_path / "x.tar").write_bytes(bytes(range(200)))
+    with data.serving(tmp_path, latency=100) as base:
+        request = urllib.request.Request(f"{base}/x.tar", headers={"Range": "bytes=10-19"})
+        begin = time.perf_counter()
+        with urllib.request.urlopen(request) as answer:
+            assert (answer.status, answer.read()) == (206, bytes(range(10, 20)))
+        assert time.perf_counter() - begin >= 0.1
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{base}/y.tar")

@@ -35,6 +35,7 @@ ALLOWED_WARNINGS = {
     "lightning": [
         "`isinstance(treespec",  # its own use of torch
         "The 'train_dataloader' does not have many workers",  # from four cores on
+        "The `srun` command is available",  # where SLURM is installed
     ],
     "sentence_transformers": ["'pin_memory' argument is set as true"],  # where there is no GPU
 }

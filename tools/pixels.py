@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megabatch.bench.report import markdown
 from megabatch.train.preprocessing import Preprocessing, to_tensor
 from megabatch.train.towers import hugging_face, open_clip
+
+from .tables import markdown
 
 Transform = Callable[[Image.Image], Tensor]
 SHOWN = ("jpeg", "123 x 641", "224 x 224", "palette", "alpha", "sixteen bits")

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megabatch.bench import report
+from megabatch.bench import chunked, contenders, report
 
 from . import loss_summary
 
@@ -39,11 +39,15 @@ COMMANDS = {
     "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0 --contenders megabatch plain",
     "gradients": "gradients",
 }
+# Of a contender by name: tables name the versions of those that they show.
+PACKAGES = {one.name: one.package for one in (*contenders.CONTENDERS.values(), *chunked.CONTENDERS.values())}
 BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
 SUMMARY = "loss-summary"  # the table of the README, by tools/loss_summary.py
 # A cell that is a figure: a number, perhaps with a unit or another number.
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?: ?(?:%|×|[nmµ]?s|[KMGT]i?B))?"
 FIGURE = re.compile(rf"[*~≥ ]*{NUMBER}(?:(?:, | / | ± |<br>){NUMBER})*[*]*")
+
+NO_BREAK = "\u00a0"  # a space that browsers do not break lines at: no figure is torn apart
 
 Row = dict[str, Any]
 
@@ -67,7 +71,9 @@ def rendered(name: str, document: dict[str, Any] | None) -> str:
     threads = f", {machine['threads']} threads" if machine["device_type"] == "cpu" else ""
     about = f"Measured on {document['date'][:10]}: {machine['device']}{threads}, torch {machine['torch']}, "
     tables = [_gradients(cases)] if name == "gradients" else [_by_size(group) for group in _groups(cases)]
-    packages = [f"{package} {version}" for package, version in machine.get("packages", {}).items() if version]
+    measured = {row.get("package") or PACKAGES.get(row["name"]) for case in cases for row in _shown(case)}
+    versions = machine.get("packages", {}).items()
+    packages = [f"{package} {version}" for package, version in versions if version and package in measured]
     about += ", ".join([*packages, f"commit {machine['commit']}"])
     return "\n\n".join([command, f"{about}.", *tables]) + "\n"
 
@@ -90,9 +96,7 @@ def _heading(case: Row) -> str:
 
 def _by_size(cases: list[Row]) -> str:
     """A row for each contender, a column for each size, and columns for what does not change with the size."""
-    everyone = [row for case in cases for row in case["contenders"]]
-    absent = {row["name"] for row in everyone if _is_absent(row)}
-    titles = {row["name"]: row.get("title") or row["name"] for row in everyone if row["name"] not in absent}
+    titles = {row["name"]: row.get("title") or row["name"] for case in cases for row in _shown(case)}
     sizes = list(dict.fromkeys(map(_size, cases)))
     cells = {(row["name"], _size(case)): row for case in cases for row in case["contenders"]}
     more = {title: cell for title, cell in COLUMNS.items() if any(cell(row) for row in cells.values())}
@@ -106,10 +110,12 @@ def _by_size(cases: list[Row]) -> str:
     return "\n\n".join(filter(None, [_heading(cases[0]), table]))
 
 
-def _is_absent(row: Row) -> bool:
-    """Not installed, or not in a version that can be imported beside the others."""
-    note = (row.get("note") or "").lower()
-    return row.get("status") == "not installed" or "import" in note or "torchvision" in note
+def _shown(case: Row) -> list[Row]:
+    """Without what is not installed, or not in a version that can be imported beside the others."""
+    notes = (
+        (row, (row.get("note") or "").lower()) for row in case["contenders"] if row.get("status") != "not installed"
+    )
+    return [row for row, note in notes if "import" not in note and "torchvision" not in note]
 
 
 def _size(case: Row) -> str:
@@ -124,7 +130,7 @@ def _cell(row: Row) -> str:
         figures.append("×{:.2f} [{:.2f}–{:.2f}]".format(*ratio))
     figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
     figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
-    return "<br>".join(figures)
+    return "<br>".join(figures).replace(" ", NO_BREAK)
 
 
 def _ratio_key(row: Row) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megabatch.bench import report
 
+from ..tables import markdown
 from . import compiling, machine_code, roofline, tuning
 from .compiling import DTYPES, VARIANTS, Compiled
 from .targets import KIB, TARGETS
@@ -62,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
         variants, options.dtypes, options.widths = QUICK, ["bfloat16"], [768]
     if options.tune:
         return tuning.main(variants, options.dtypes, options.widths)
-    table = report.markdown if options.markdown else report.table
+    table = markdown if options.markdown else report.table
     groups = list(itertools.product(options.targets, options.dtypes))
     jobs = [(target, dtype, name) for target, dtype in groups for name in variants]
     everything: list[Compiled] = []
