@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from plotly.graph_objects import Figure as PlotlyFigure
 
@@ -20,10 +21,12 @@ from megabatch.report.figures import Group, curves, grouped, parts_of_step, thin
 from megabatch.report.page import Picture, Retrieved, Section, page_of, render
 from megabatch.report.runs import read_runs
 from megabatch.train import report_command
+from megabatch.train.encoding import Encoder
+from megabatch.train.objective import Objective
 from megabatch.train.retrieved import retrieved
 
 from .browser import Browser
-from .training import train, write_pairs, write_shapes
+from .training import steps, train, write_pairs, write_shapes
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
 DOT = base64.b64encode(b"\x89PNG\r\n").decode()
@@ -414,6 +417,53 @@ def test_a_run_without_images_says_that_there_are_no_examples(tmp_path):
     assert f"None: ValueError: --val-data must have images, got {pairs}." in text_of((run / "report.html").read_text())
 
 
+def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", [step_line(1)])
+    path = tmp_path / "report.html"
+    path.write_text("the old page")
+
+    def killed(*_: Any) -> None:
+        raise OSError(5, "killed")
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(OSError, match="killed"):
+        report_command.write_report([run], path)
+    assert path.read_text() == "the old page"
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return grad
+
+
+def test_seconds_of_towers_and_loss_are_those_of_both_passes(shapes, tmp_path, monkeypatch):
+    objective, encode = Objective.__call__, Encoder.texts
+
+    def slow_loss(self: Objective, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.2)
+        loss, accuracy = objective(self, *args)
+        return SlowBackward.apply(loss), accuracy
+
+    def slow_texts(self: Encoder, tokens: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return SlowBackward.apply(encode(self, tokens))
+
+    monkeypatch.setattr(Objective, "__call__", slow_loss)
+    monkeypatch.setattr(Encoder, "texts", slow_texts)
+    run = train(tmp_path, "--train-data", shapes, *FLAGS, "--steps", "1")
+    (values,) = steps(run)
+    assert 0.3 <= values["train/loss_seconds"] < values["train/towers_seconds"]
+    assert values["train/towers_seconds"] >= 0.6
+    parts = [values[f"train/{part}_seconds"] for part in ("data", "towers", "loss")]
+    assert sum(parts) < values["train/step_seconds"]
+
+
 def test_a_page_that_cannot_be_written_does_not_end_the_run(shapes, tmp_path, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -485,7 +535,7 @@ def assert_shown(browser: Browser, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Path:
-    """A page of two settings, three seeds each, one with a long name."""
+    """A page of two settings, three seeds each, and a run with a long name."""
     folder = tmp_path_factory.mktemp("many")
     runs = []
     for lr in (1e-3, 123456.789e-8):
@@ -494,6 +544,7 @@ def many(tmp_path_factory) -> Path:
             lines += [val_line(step, step / 400) for step in range(20, 200, 20)]
             name = f"2026_11_18-11_35_00-ViT-B-32-clip-b{32768}-lr{lr:g}-seed{seed}"
             runs.append(write_run(folder / name, lines, seed=seed, lr=lr, train_data="/data/" + "very-long-name" * 20))
+    runs.append(write_run(folder / ("a-name-without-an-end" * 8), lines, lr=1.0))
     path = folder / "report.html"
     path.write_text(page(*runs))
     return path
@@ -513,16 +564,16 @@ def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(brows
     traces = "document.querySelector('.plot').data.map((trace) => trace.name).length"
     last_x = "Math.max(...document.querySelector('.plot')._fullData.at(-1).x)"
     click = "document.querySelector('input[name={}][value=\"{}\"]').click()"
-    assert (browser.run(traces), browser.run(last_x)) == (6, 199)  # two means with two lines of a band each
+    assert (browser.run(traces), browser.run(last_x)) == (7, 199)  # two means with two lines of a band each, and a run
     browser.run(click.format("axis", "samples"))
     assert browser.run(last_x) == 199 * 256
     browser.run(click.format("axis", "time"))
     assert browser.run(last_x) == pytest.approx(99.5)
     assert browser.run("document.querySelector('.plot .xtitle').textContent") == "seconds of training"
     browser.run(click.format("view", "runs"))
-    assert browser.run(traces) == 6
+    assert browser.run(traces) == 7
     browser.run(click.format("group", 0))
-    assert browser.run(traces) == 3
+    assert browser.run(traces) == 4
     browser.run(click.format("theme", "dark"))
     assert browser.run("getComputedStyle(document.querySelector('.plot text')).fill") == "rgb(228, 231, 234)"
     assert browser.log == []
