@@ -96,7 +96,7 @@ class Fields:
 
     def image_of(self, row: Mapping[str, Any]) -> Any:
         """The bytes or the path of an image, where a row has either, or a struct with either."""
-        value = next((row[name] for name in self.columns[0] if row.get(name)), None)
+        value = next(filter(None, map(row.get, self.columns[0])), None)
         return value.get("bytes") or value.get("path") if isinstance(value, dict) else value
 
     def sample_of_rows(self, rows: Sequence[Mapping[str, Any]], folder: Path) -> Sample:

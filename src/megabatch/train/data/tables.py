@@ -63,7 +63,8 @@ class Table(Source):
                 self.has_negatives |= bool(pair_of(record, where).negatives)
             else:
                 image = self._image(record, where)
-                images += [image] if per_image or len(images) < _LOOKED_AT else []
+                if per_image or len(images) < _LOOKED_AT:
+                    images.append(image)
             places.extend((start, stop, number))
             held += b"" if records is None else line
         if not places:
