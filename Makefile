@@ -33,7 +33,7 @@ FOLLOWERS := torchvision triton timm tokenizers huggingface_hub
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
 	@echo "make test         lint, types and all tests"
-	@echo "make browser      install Chromium with apt-get if it is missing, for the test of the report page"
+	@echo "make browser      install Chromium with apt-get if it is missing, for the tests of the report page"
 	@echo "make test-cpus    the tests of numbers under other vector units, BLAS kernels and numbers of threads"
 	@echo "make test-with    all tests with other versions, in an environment of their own: WITH='torch==2.8.0'"
 	@echo "make test-gpu     the tests that need a GPU"
@@ -53,10 +53,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,bench,triton]'
 	@touch $@
 
-# One test looks at a page in Chromium, and is skipped where there is none and none can be installed.
+# Tests look at a page in Chromium. They are skipped where there is none and none can be installed.
 browser:
-	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -q -y --no-install-recommends chromium; } \
-		>/dev/null 2>&1 || echo "browser: chromium is not there and could not be installed: its test is skipped"
+	@for name in chromium chromium-browser google-chrome chrome; do command -v $$name >/dev/null && exit 0; done; \
+	{ timeout 900 apt-get update -q && timeout 900 apt-get install -q -y --no-install-recommends chromium; } \
+		>/dev/null 2>&1 || echo "browser: there is no Chromium and none could be installed: its tests are skipped"
 
 test: lint browser
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -157,7 +157,7 @@ def _traces(group: Group, number: int, metric: str, unit: float, stretches: int)
     several = len(group.runs) > 1
     for run, column, places in zip(runs, columns, axes, strict=True):
         kept = thinned(column.values, stretches)
-        shown = {"name": escape(run.name, quote=False), "group": number, **({"view": "runs"} if several else {})}
+        shown = {"name": _name(run.name), "group": number, **({"view": "runs"} if several else {})}
         yield {**shown, **_line(column.values, places, kept, {**group.style, "width": 1 if several else 1.6})}
     if not several or not runs:
         return
@@ -168,7 +168,7 @@ def _traces(group: Group, number: int, metric: str, unit: float, stretches: int)
         for axis in AXES
     }
     kept = thinned(mean, stretches)
-    shown = {"name": escape(group.label, quote=False), "group": number, "view": "mean"}
+    shown = {"name": _name(group.label), "group": number, "view": "mean"}
     within = kept[np.isfinite(deviation[kept] + mean[kept])]
     edge = {"color": group.style["color"], "width": 0}
     for side, more in ((-1, {}), (1, {"fill": "tonexty", "fillcolor": group.style["color"] + "33"})):
@@ -245,7 +245,7 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
                 found.setdefault(REST, []).append(rest)
         for title, each in found.items():
             seconds[title][group.label] = median(np.concatenate(each))
-    labels = [escape(shortened(label), quote=False) for label in seconds[REST]]
+    labels = [_name(label) for label in seconds[REST]]
     traces = [
         {
             "type": "bar",
@@ -288,7 +288,7 @@ def with_error_bars(
         places, means, deviations = (list(column) for column in zip(*sorted(points), strict=True))
         look = _style(number)
         colour = look["color"]
-        shown = {"type": "scatter", "name": escape(name, quote=False), "x": places, "legendgroup": str(number)}
+        shown = {"type": "scatter", "name": _name(name), "x": places, "legendgroup": str(number)}
         if band:
             low, high = (
                 {**shown, "y": [mean + sign * each for mean, each in zip(means, deviations, strict=True)]}
@@ -301,8 +301,10 @@ def with_error_bars(
         traces.append({**shown, "mode": "lines+markers", "y": means, "line": look, **error, **hover})
     ticks = sorted({point[0] for points in series.values() for point in points})
     axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks], "title": {"text": x}}
-    return Figure(title, traces, {"showlegend": True, "xaxis": axis, "yaxis": {"title": {"text": y}}}, note)
+    layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
+    return Figure(title, traces, layout, note)
 
 
-def shortened(text: str, length: int = 28) -> str:
-    return text if len(text) <= length else text[: length // 2] + "…" + text[-(length // 2) + 1 :]
+def _name(text: str) -> str:
+    """For a plot: not too long for a phone, and without the markup that plotly would see."""
+    return escape(text if len(text) <= 29 else f"{text[:14]}…{text[-14:]}", quote=False)

@@ -1,4 +1,5 @@
-"""Chromium without a window, driven through its DevTools protocol: what a page draws, logs, and asks of the network.
+"""Chromium without a window, driven through its DevTools protocol: what a page draws, logs and asks of the network, and
+its plots as SVG, which plotly writes in a browser only.
 
 `make browser` installs it. Messages are JSON with a zero byte at the end, over descriptors 3 and 4 of the browser.
 """
@@ -10,13 +11,12 @@ import select
 import shutil
 import subprocess
 import time
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-import pytest
-
-from .ranks import PATIENCE
-
+PATIENCE = 600.0  # seconds for an answer
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-pipe"]
 # A mouse, which no headless machine has.
@@ -30,7 +30,7 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         if program is None:
-            pytest.skip("needs Chromium, which make browser installs where it can")
+            raise FileNotFoundError(f"browser: must be one of {', '.join(PROGRAMS)}, got none. Run make browser.")
         reads, self._out = os.pipe()
         self._in, writes = os.pipe()
 
@@ -81,6 +81,14 @@ class Browser:
         """Of the whole page."""
         answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
+
+    def svg(self, plot: str, *, title: str, description: str, width: int = 720, height: int = 400) -> str:
+        """A plot by its id, as a picture on white that a screen reader can name."""
+        size = f"{{format: 'svg', width: {width}, height: {height}}}"
+        address: str = self.run(f"Plotly.toImage(document.getElementById({plot!r}), {size})")
+        head, _, body = unquote(address.partition(",")[2]).partition(">")
+        ground = f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>'
+        return f"{head}><title>{escape(title)}</title><desc>{escape(description)}</desc>{ground}{body}\n"
 
     def send(self, method: str, *, session: bool = True, **params: Any) -> dict[str, Any]:
         self._number += 1
