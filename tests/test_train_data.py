@@ -996,7 +996,7 @@ def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(
     write_images(tmp_path, *(f"{number}.jpg" for number in range(20)))
     rows = "".join(f"{number}.jpg\tcaption {number}\n" for number in range(20))
     (tmp_path / "t.csv").write_text(f"filepath\ttitle\n{rows}")
-    source = Table(tmp_path / "t.csv")
+    source = open_source(str(tmp_path / "t.csv"))
     (whole,) = load(source, batch_size=20, last_step=1)
     failures, real = {"3.jpg": 5, "11.jpg": 1}, Path.open
 
