@@ -170,6 +170,30 @@ def test_tasks_of_srun_are_ranks_of_one_run(shapes, tmp_path):
     assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2]
 
 
+def has_slurm() -> bool:
+    """A cluster that answers; Debian's slurmctld and slurmd on one machine will do."""
+    return bool(shutil.which("sinfo")) and subprocess.run(["sinfo"], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not has_slurm(), reason="needs SLURM")
+def test_a_run_of_srun_saves_and_leaves_when_its_time_runs_out(shapes, tmp_path):
+    words = ["train", "--train-data", shapes, "--logs", str(tmp_path), "--name", "run", "--resume", "latest", *FLAGS]
+    tasks = ["srun", "-n", "2", "--overcommit", sys.executable, "-m", "megabatch", *words, "--save-steps", "1000000"]
+    srun = subprocess.Popen([*tasks, "--steps", "1000000"], stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert srun.poll() is None
+        time.sleep(0.1)
+    srun.send_signal(signal.SIGUSR1)  # handed on to its tasks, as `sbatch --signal=USR1@120` does
+    assert srun.wait(PATIENCE) == 75
+    left = len(steps(tmp_path / "run"))
+    assert "ranks: 2" in (tmp_path / "run" / "out.log").read_text()
+    assert f"SIGUSR1: left after step {left}, saved." in (tmp_path / "run" / "out.log").read_text()
+    again = [*tasks, "--steps", str(left + 2)]
+    assert subprocess.run(again, check=False, timeout=PATIENCE, stderr=subprocess.DEVNULL).returncode == 0
+    assert [line["step"] for line in steps(tmp_path / "run")] == [*range(1, left + 3)]
+
+
 RESTARTED = """
 import os, signal, sys, time
 from megabatch import cli

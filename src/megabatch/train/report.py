@@ -82,6 +82,7 @@ class Report(ExitStack):
             if run.report_to == "all" or "wandb" in run.report_to:
                 self._recorders.append(_open_wandb(folder, run.wandb_project_name, stack))
             self._metrics, self._not_finite = folder / "metrics.jsonl", folder / "nonfinite.jsonl"
+            self._metrics.touch()
             unreadable = _cut(self._metrics, first_step)
             _cut(self._not_finite, first_step)
             live = console.is_interactive
