@@ -112,10 +112,8 @@ def _by_size(cases: list[Row]) -> str:
 
 def _shown(case: Row) -> list[Row]:
     """Without what is not installed, or not in a version that can be imported beside the others."""
-    notes = (
-        (row, (row.get("note") or "").lower()) for row in case["contenders"] if row.get("status") != "not installed"
-    )
-    return [row for row, note in notes if "import" not in note and "torchvision" not in note]
+    missing = re.compile("not installed|import|torchvision", re.IGNORECASE)
+    return [row for row in case["contenders"] if not missing.search(f"{row.get('status')}: {row.get('note')}")]
 
 
 def _size(case: Row) -> str:
