@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...distributed.processes import end_with
 from ...distributed.world import World
 from . import storage
 from .listing import Listed
 from .source import Strings, printable
 from .tars import BLOCK, BadTar, groups
-from .workers import CONTEXT, end_with
+from .workers import CONTEXT
 
 BLOCK_SAMPLES = 64
 NAME = "megabatch.index"

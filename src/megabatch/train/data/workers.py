@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.multiprocessing  # by which tensors pass through pipes
 
+from ...distributed.processes import end_with
 from .prepare import Piece, Prepare
 from .source import Lost, Source
 
@@ -28,17 +27,6 @@ SLOW_SECONDS = 60.0  # without an answer, until somebody is told; doubled each t
 _MOST_DEATHS = 8  # over one request: more are not the samples' fault
 _LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOGGER = logging.getLogger("megabatch")
-
-
-def end_with(parent: int) -> None:
-    """Ends this process when its parent is no more: it might wait for ever for work of one that was killed."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Row(NamedTuple):
