@@ -28,7 +28,7 @@ WITH_CONSTRAINTS := $(CURDIR)/$(WITH_VENV)/constraints.txt
 FOLLOWERS := torchvision triton timm tokenizers huggingface_hub
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-cpus test-with test-gpu lint format demo bench bench-ranks docs release-check clean
+.PHONY: help setup browser test test-cpus test-with test-gpu lint format demo bench bench-ranks study docs release-check clean
 
 help:
 	@echo "make setup        create .venv and install megabatch into it, with its tools"
@@ -42,6 +42,7 @@ help:
 	@echo "make demo         dense against megabatch under a memory limit; a model trained; a step at batch 65,536"
 	@echo "make bench        time and memory of every loss against its peers"
 	@echo "make bench-ranks  the same over several ranks, and what gradients come out on them"
+	@echo "make study        what is left of the study of batch sizes; QUICK=1: one cell again, compared with what was kept"
 	@echo "make docs         the documentation as a site, in build/docs; warnings are errors, links are checked"
 	@echo "make release-check  wheel and sdist; the wheel installed in a clean environment and tried"
 	@echo "make clean        remove caches and build output (.venv stays)"
@@ -107,6 +108,9 @@ bench: setup
 bench-ranks: setup
 	$(PY) -m megabatch bench ring
 	$(PY) -m megabatch bench gradients
+
+study: setup
+	$(PY) -m studies.batch_size $(if $(QUICK),again,run)
 
 docs: setup
 	$(PY) -m sphinx -W --keep-going -q -E -b html docs build/docs

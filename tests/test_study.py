@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from studies import batch_size, wordnet
+from studies import batch_size, page, wordnet
 from studies.batch_size import SCORE, Job, Study, best_factor, left, left_of, scores, seed_scores
 
 GRID: dict[str, Any] = {
@@ -139,6 +139,48 @@ def test_a_run_that_fails_ends_the_study_with_its_last_words(tmp_path: Path) -> 
     study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
     with pytest.raises(RuntimeError, match="--model"):
         study.run(replace(CELL, factor=1))
+
+
+def results_of(cell: Job, values: dict[float, float], seeds: dict[int, float]) -> list[dict[str, Any]]:
+    best = max(values, key=lambda factor: values[factor])
+    jobs = {**{replace(cell, factor=factor): score for factor, score in values.items()}}
+    jobs |= {replace(cell, factor=best, seed=seed): score for seed, score in seeds.items()}
+    return [
+        {"job": asdict(job), "figures": {SCORE: score}, "train_loss": 1.0, "steps": 2} for job, score in jobs.items()
+    ]
+
+
+def test_tables_have_means_over_seeds_and_paired_tests(tmp_path: Path) -> None:
+    grid = {**GRID, "variants": {"siglip": {"datasets": ["icons"], "batches": [64], "flags": ["--loss", "siglip"]}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    rates = {0.5: 0.1, 1: 0.3, 2: 0.2}
+    for cell, seeds in (
+        (replace(CELL, batch=16), {1: 0.2, 2: 0.22}),
+        (CELL, {1: 0.3, 2: 0.34}),
+        (replace(CELL, variant="siglip"), {1: 0.25, 2: 0.28}),
+    ):
+        study.results += results_of(cell, rates, seeds)
+    text = page.batches_table(study)
+    assert "| icons, equal samples seen | 16 | 8 | 0.0005 | 1 | 21.0 ± 1.4 |  |" in text
+    assert "| icons, equal samples seen | 64 | 2 | 0.001 | 1 | 32.0 ± 2.8 | +11.0 (p = 0.058) |" in text
+    assert "| icons, 64 | 10.0 | **30.0** | 20.0 |" in page.rates_table(study)
+    assert "| icons, 64 | siglip | 26.5 ± 2.1 | clip | 32.0 ± 2.8 | -5.5 (p = 0.058) |" in page.variants_table(study)
+    text = page.written("<!-- study: rates -->\nold\n<!-- end -->\n", study)
+    assert "old" not in text
+    assert page.written(text, study) == text
+
+
+def test_the_difference_between_methods_stands_beside_that_between_seeds(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    for method, apart in (("dense", 0.0), ("ring-2", 0.001)):
+        for seed in (1, 2):
+            job = Job("icons", "steps", 64, 1, seed, method=method)
+            study.results.append(
+                {"job": asdict(job), "figures": {SCORE: 0.2 + seed / 100 + apart}, "train_loss": 1 + apart / 100}
+            )
+    assert "| ring-2 | 21.6 ± 0.7 | 0.10 | 1.0e-05 |" in page.exactness_table(study)
 
 
 def test_synsets_that_share_a_word_are_one_family() -> None:
