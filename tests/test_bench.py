@@ -530,6 +530,8 @@ def test_data_is_read_from_the_disk_and_from_a_server_and_what_is_missing_is_sai
         assert (ours["status"], len(ours["seconds"])) == ("ok", 2)
         assert (other["name"], other["status"], other["seconds"]) == ("webdataset", "not installed", [])
     assert "samples/s" in capsys.readouterr().out
+    assert main(["data", "--rows", "96", "--samples", "128"]) == 2
+    assert "data: --samples must be a multiple of --rows, got 128." in capsys.readouterr().err
 
 
 def test_a_server_answers_with_the_bytes_that_are_asked_for_after_its_latency(tmp_path):

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import os
+import sys
 import tarfile
 import tempfile
 import threading
@@ -44,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=flags.positive, default=2048, metavar="N", help="samples of a round")
     parser.add_argument("--shards", type=flags.positive, default=8, metavar="N", help="tar shards")
     parser.add_argument("--per-shard", type=flags.positive, default=1024, metavar="N", help="samples of a shard")
-    parser.add_argument(
-        "--latency", type=float, default=20.0, metavar="MS", help="of each answer of the web server, in milliseconds"
-    )
+    words = "of each answer of the server, in milliseconds"
+    parser.add_argument("--latency", type=float, default=20.0, metavar="MS", help=words)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES], help="where from")
     flags.add_rounds(parser, list(CONTENDERS))
     flags.add_files(parser, plots=False)
@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     flags.shrink(options, rows=[32], samples=128, shards=2, per_shard=128, latency=1.0)
+    if any(options.samples % rows for rows in options.rows):
+        print(f"data: --samples must be a multiple of --rows, got {options.samples}.", file=sys.stderr)
+        return 2
     with runner("cpu") as where, tempfile.TemporaryDirectory(prefix="megabatch-") as name:
         for number in range(options.shards):
             write_shard(Path(name, f"{number:05}.tar"), options.per_shard, number)
@@ -103,7 +106,7 @@ class Loading(NamedTuple):
         next(batches)  # the first is here before anything is timed
 
         def step() -> None:
-            for _ in range(-(-self.samples // self.batch)):
+            for _ in range(self.samples // self.batch):
                 next(batches)
 
         return step

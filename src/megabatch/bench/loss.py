@@ -74,8 +74,7 @@ def hold(
             session.show(str(case), *table(case, rows))
             ratios = {f"over_{other}": row_of(rows, other) for other in (base, "products")}
             records = [row.record(**{to: over(row, other) for to, other in ratios.items()}) for row in rows]
-            by_name = {contender.name: contender for contender in contenders}
-            session.add(asdict(case), records, healthy(rows, by_name))
+            session.add(asdict(case), records, healthy(rows, {one.name: one for one in contenders}))
     return session.exit_code
 
 
