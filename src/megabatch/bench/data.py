@@ -6,12 +6,11 @@ import functools
 import io
 import itertools
 import os
-import sys
 import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ DESCRIPTION = """\
 Reads, decodes and crops JPEGs of tar shards in one worker, as training does, and with WebDataset's pipeline (a shuffle
 buffer of 5,000, a DataLoader of one worker) around the same decoding and transforms. From the disk, and by HTTP and S3
 from a server on this machine whose every answer takes --latency; WebDataset reads both with curl. Both are warm: a
-round takes --samples from pipelines that have been running. Needs megabatch[train,http,s3], and webdataset for the
+round takes --batches from pipelines that have been running. Needs megabatch[train,http,s3], and webdataset for the
 comparison.
 """
 IMAGE, SIZE = 256, 224  # pixels: of the files, and after the crop
@@ -42,35 +41,34 @@ PLACES = {"disk": "from the disk", "http": "by HTTP", "s3": "by S3"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_rows(parser, [256])
-    parser.add_argument("--samples", type=flags.positive, default=2048, metavar="N", help="samples of a round")
+    parser.add_argument("--batches", type=flags.positive, default=8, metavar="N", help="batches of a round")
     parser.add_argument("--shards", type=flags.positive, default=8, metavar="N", help="tar shards")
     parser.add_argument("--per-shard", type=flags.positive, default=1024, metavar="N", help="samples of a shard")
-    words = "of each answer of the server, in milliseconds"
-    parser.add_argument("--latency", type=float, default=20.0, metavar="MS", help=words)
+    parser.add_argument("--latency", type=float, default=20.0, metavar="MS", help="of each answer, in milliseconds")
     parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES], help="where from")
     flags.add_rounds(parser, list(CONTENDERS))
     flags.add_files(parser, plots=False)
 
 
 def main(options: argparse.Namespace) -> int:
-    flags.shrink(options, rows=[32], samples=128, shards=2, per_shard=128, latency=1.0)
-    if any(options.samples % rows for rows in options.rows):
-        print(f"data: --samples must be a multiple of --rows, got {options.samples}.", file=sys.stderr)
-        return 2
-    with runner("cpu") as where, tempfile.TemporaryDirectory(prefix="megabatch-") as name:
+    flags.shrink(options, rows=[32], batches=4, shards=2, per_shard=128, latency=1.0)
+    with (
+        runner("cpu") as where,
+        tempfile.TemporaryDirectory(prefix="megabatch-") as folder,
+        serving(Path(folder), options.latency) as address,
+    ):
         for number in range(options.shards):
-            write_shard(Path(name, f"{number:05}.tar"), options.per_shard, number)
+            write_shard(Path(folder, f"{number:05}.tar"), options.per_shard, number)
+        bases = {"disk": folder, "http": address, "s3": "s3://bucket"}
         cases = list(itertools.product(options.places, options.rows))
         with Session("data", options, where, len(cases), ["webdataset", "pillow"]) as session:
             for place, rows in cases:
-                case = {"place": place, "rows": rows, "samples": options.samples}
-                case |= {} if place == "disk" else {"latency_ms": options.latency}
-                with nullcontext(name) if place == "disk" else serving(Path(name), options.latency) as base:
-                    base = "s3://bucket" if place == "s3" else base
-                    found = contest(f"{base}/{{00000..{options.shards - 1:05}}}.tar", rows, options, where.world)
-                speed = {"samples/s": lambda row: f"{options.samples / row.median:.0f}" if row.median else "-"}
-                about = "" if place == "disk" else f", {options.latency:g} ms for each answer"
-                session.show(f"N={rows}, {PLACES[place]}{about}", *table(found, {"/ webdataset": "webdataset"}, speed))
+                samples, latency = rows * options.batches, 0 if place == "disk" else options.latency
+                found = contest(f"{bases[place]}/{{00000..{options.shards - 1:05}}}.tar", rows, options, where.world)
+                speed = {"samples/s": lambda row, n=samples: f"{n / row.median:.0f}" if row.median else "-"}
+                about = f"N={rows}, {PLACES[place]}, {latency:g} ms for each answer"
+                session.show(about, *table(found, {"/ webdataset": "webdataset"}, speed))
+                case = {"place": place, "rows": rows, "samples": samples, "latency_ms": latency}
                 session.add(case, (row.record() for row in found))
                 session.reached()
         return session.exit_code
@@ -83,7 +81,7 @@ def contest(what: str, batch: int, options: argparse.Namespace, world: World) ->
         for row in rows:
             row.status = "not installed"
             with suppress(NotInstalled):
-                steps[row.name] = CONTENDERS[row.name].make(Loading(what, batch, options.samples, stack))
+                steps[row.name] = CONTENDERS[row.name].make(Loading(what, batch, options.batches, stack))
                 row.status = "ok"
         runs = measure.rounds(world, steps, options.repeats, options.seconds)
     for row in rows:
@@ -95,18 +93,18 @@ def contest(what: str, batch: int, options: argparse.Namespace, world: World) ->
 
 
 class Loading(NamedTuple):
-    """What is read, in batches of how many samples, how many a step takes, and what ends when all is over."""
+    """What is read, in batches of how many samples, how many batches a step takes, and what ends when all is over."""
 
     what: str
     batch: int
-    samples: int
+    batches: int
     stack: ExitStack
 
     def step(self, batches: Iterator[Any]) -> Step:
         next(batches)  # the first is here before anything is timed
 
         def step() -> None:
-            for _ in range(self.samples // self.batch):
+            for _ in range(self.batches):
                 next(batches)
 
         return step
@@ -156,10 +154,8 @@ def _prepared(sample: dict[str, Any]) -> tuple[Tensor, str]:
     """The same decoding and crop as ours."""
     from ..train.data.images import decode
 
-    random = Random(sample["__key__"])
-    image = decode(sample["jpg"])
-    pixels = _prepare().preprocessing(image, rgb_first=True, crop_scale=CROP_SCALE, random=random)
-    return pixels, sample["txt"].decode()
+    drawn = {"crop_scale": CROP_SCALE, "random": Random(sample["__key__"])}
+    return _prepare().preprocessing(decode(sample["jpg"]), rgb_first=True, **drawn), sample["txt"].decode()
 
 
 def _joined(samples: Sequence[tuple[Tensor, str]]) -> tuple[Tensor, Tensor]:
