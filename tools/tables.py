@@ -32,7 +32,7 @@ COMMANDS = {
     "loss": "loss --losses clip --rows 256 1024 2048 4096 8192 16384",
     "peers": "peers --rows 4096 --losses siglip info_nce nt_xent supcon",
     "paper": "paper --tables largest products --limit 64MiB",
-    "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone open_clip",
+    "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone by_hand open_clip",
     "step": "step --rows 1024 4096 16384",
     "chunked": "chunked --rows 512 --chunk 64",
     "chunked-texts": "chunked --tasks texts --rows 256 --chunk 32",
