@@ -14,10 +14,12 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -61,7 +63,7 @@ def scores(results: Sequence[Result]) -> dict[Job, float]:
     found = {}
     for result in results:
         if "job" in result:
-            value = result["figures"].get(SCORE, 0.0)
+            value = float(result["figures"].get(SCORE, 0.0))  # "nan" is a string in JSON
             found[Job(**result["job"])] = value if math.isfinite(value) else 0.0
     return found
 
@@ -149,8 +151,11 @@ class Study:
     def __init__(self, grid: Path, results: Path, folder: Path) -> None:
         self.grid: Grid = yaml.safe_load(grid.read_text())
         self.path, self.folder = results, folder
-        lines = results.read_text().splitlines() if results.exists() else []
+        *lines, unfinished = (results.read_text() if results.exists() else "").split("\n")
         self.results: list[Result] = [json.loads(line) for line in lines]
+        if unfinished:  # of a study that was killed
+            results.write_text("".join(f"{line}\n" for line in lines))
+        self._making = threading.Lock()  # of data
 
     def add(self, result: Result) -> None:
         self.results.append(result)
@@ -182,11 +187,12 @@ class Study:
     def data(self, job: Job) -> list[str]:
         if job.dataset == "icons":
             return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
-        train, held_out = wordnet.write(self.folder / "wordnet")
-        if self.grid.get("variants", {}).get(job.variant, {}).get("mined"):
-            train = self.folder / "wordnet" / "mined.jsonl"
-            if not train.exists():
-                mine_negatives(self, train)
+        with self._making:
+            train, held_out = wordnet.write(self.folder / "wordnet")
+            if self.grid.get("variants", {}).get(job.variant, {}).get("mined"):
+                train = self.folder / "wordnet" / "mined.jsonl"
+                if not train.exists():
+                    mine_negatives(self, train)
         return ["--train-data", str(train), "--val-data", str(held_out)]
 
     def words(self, job: Job) -> list[str]:
@@ -271,8 +277,8 @@ def mine_negatives(study: Study, path: Path) -> None:
             "study: negatives must be mined with a trained model, and batch 1024 is not done. Run it first."
         )
     folder = study.folder / "miner"
-    if not folder.exists():
-        study.run(replace(cell, factor=factor, seed=study.grid["search"]), keep=folder)
+    shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed
+    study.run(replace(cell, factor=factor, seed=study.grid["search"]), keep=folder)
     model = mb.load(folder)
     rows = [json.loads(line) for line in (path.parent / "train.jsonl").read_text().splitlines()]
 

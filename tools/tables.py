@@ -34,6 +34,7 @@ COMMANDS = {
     "paper": "paper --tables largest products --limit 64MiB",
     "ring": "ring --rows 16384 --ranks 2 --contenders ring blocking gather alone by_hand open_clip",
     "step": "step --rows 1024 4096 16384",
+    "data": "data",
     "chunked": "chunked --rows 512 --chunk 64",
     "chunked-texts": "chunked --tasks texts --rows 256 --chunk 32",
     "chunked-memory": "chunked --tasks vision --rows 256 16384 --chunk 256 --repeats 0 --contenders megabatch plain",
@@ -88,6 +89,7 @@ def _groups(cases: list[Row]) -> list[list[Row]]:
 
 def _heading(case: Row) -> str:
     words = [case[key] for key in ("task", "model") if key in case]
+    words += [f"{case['place']}, {case['latency_ms']:g} ms per answer"] if "place" in case else []
     words += [f"{case['loss']}_loss"] if "loss" in case else []
     words += [f"chunks of {case['chunk']}"] if "chunk" in case else []
     words += [f"{case['ranks']} ranks"] if case.get("ranks", 1) > 1 and "rows" in case else []

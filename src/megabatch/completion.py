@@ -1,6 +1,7 @@
 """`megabatch completion`: a script for the shell. It holds all commands and flags, so that TAB starts no Python."""
 
 import argparse
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 
@@ -39,7 +40,12 @@ def completions(commands: Mapping[str, tuple[str, str]], typed: str = "") -> dic
     """What may follow what was typed."""
     found = {typed: [*commands]}
     for name, (path, _) in commands.items():
-        command, before = import_module(path), f"{typed}{name} "
+        before = f"{typed}{name} "
+        try:
+            command = import_module(path)
+        except ModuleNotFoundError as error:
+            print(f"completion: {before}has no flags, because {error.name} is not installed.", file=sys.stderr)
+            continue
         if hasattr(command, "COMMANDS"):
             found |= completions(command.COMMANDS, before)
         else:

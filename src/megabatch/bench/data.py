@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from . import flags, measure
 from .cases import Step
 from .contenders import Contender, NotInstalled, package
 from .processes import runner
-from .results import Row, table
+from .results import Row, over, row_of, table
 from .session import Session
 
 DESCRIPTION = """\
@@ -55,7 +55,8 @@ def main(options: argparse.Namespace) -> int:
     with (
         runner("cpu") as where,
         tempfile.TemporaryDirectory(prefix="megabatch-") as folder,
-        serving(Path(folder), options.latency) as address,
+        nullcontext("") if options.places == ["disk"] else serving(Path(folder), options.latency) as address,
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}),  # for the index of what is remote
     ):
         for number in range(options.shards):
             write_shard(Path(folder, f"{number:05}.tar"), options.per_shard, number)
@@ -69,7 +70,8 @@ def main(options: argparse.Namespace) -> int:
                 about = f"N={rows}, {PLACES[place]}, {latency:g} ms for each answer"
                 session.show(about, *table(found, {"/ webdataset": "webdataset"}, speed))
                 case = {"place": place, "rows": rows, "samples": samples, "latency_ms": latency}
-                session.add(case, (row.record() for row in found))
+                base = row_of(found, "webdataset")
+                session.add(case, (row.record(over_webdataset=over(row, base)) for row in found))
                 session.reached()
         return session.exit_code
 
@@ -124,7 +126,7 @@ def webdataset(work: Loading) -> Step:
     module = package("webdataset")
     from braceexpand import braceexpand
 
-    what = work.what.replace("s3://", f"{os.environ.get('AWS_ENDPOINT_URL')}/")  # there anybody can read its objects
+    what = work.what.replace("s3://", f"{os.environ.get('AWS_ENDPOINT_URL_S3')}/")  # there anybody can read its objects
     urls = list(braceexpand(what if "://" not in what else f"pipe:curl -s -f {what}"))
     pipeline = module.WebDataset(urls, shardshuffle=len(urls), resampled=False, empty_check=False).repeat()
     pipeline = pipeline.shuffle(5000, initial=1000).map(_prepared).batched(work.batch, collation_fn=_joined)
@@ -208,7 +210,7 @@ def serving(folder: Path, latency: float) -> Iterator[str]:
     threading.Thread(target=loop.run_forever, daemon=True).start()
     server = asyncio.run_coroutine_threadsafe(start(), loop).result()
     address = f"http://127.0.0.1:{server.addresses[0][1]}"
-    s3 = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything"}
+    s3 = {"AWS_ENDPOINT_URL_S3": address, "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything"}
     try:
         with mock.patch.dict(os.environ, s3):
             yield f"{address}/bucket"

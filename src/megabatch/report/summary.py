@@ -1,5 +1,6 @@
 """Tables of the page: every cell is text, which page.py escapes."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from .figures import OWN, Group, differences
 from .runs import Run, median, text_of
 
 NONE = "–"
+MOST_REASONS = 20  # of a run
 # Of the last step or evaluation: metric, heading, format.
 FIGURES = (
     ("train/loss", "training loss", ".4f"),
@@ -84,15 +86,19 @@ def left_out(runs: Sequence[Run]) -> list[Table]:
     samples = [
         [run.name, reason, f"{count:,}", ", ".join(run.skipped_names[reason])]
         for run in runs
-        for reason, count in run.skipped.most_common()
+        for reason, count in run.skipped.most_common(MOST_REASONS)
     ]
+    others = sum(max(0, len(run.skipped) - MOST_REASONS) for run in runs)
+    more = f" {others:,} rarer reasons are not shown." if others else ""
     steps = [
         [run.name, *(text_of(entry.get(name, NONE)) for name in ("step", "train/loss", "train/grad_norm"))]
         for run in runs
         for entry in run.nonfinite
     ]
     tables = [
-        Table(["run", "reason", "samples", "the first"], samples, "Skipped samples, each once: see skipped.jsonl."),
+        Table(
+            ["run", "reason", "samples", "the first"], samples, f"Skipped samples, each once: see skipped.jsonl.{more}"
+        ),
         Table(["run", "step", "loss", "gradient norm"], steps, "The first non-finite steps: see nonfinite.jsonl."),
     ]
     return [table for table in tables if table.rows]
@@ -103,6 +109,8 @@ def number(value: float | None, how: str) -> str:
 
 
 def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return NONE
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min" if minutes else f"{seconds:.1f} s"

@@ -47,6 +47,7 @@ def main(options: argparse.Namespace) -> int:
             if config.run.report and find_spec("plotly") is None:
                 raise ModuleNotFoundError("--report needs plotly, got none. Run pip install 'megabatch[report]'.")
         torch.set_float32_matmul_precision("high" if config.optimization.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.optimization.tf32
         world = stack.enter_context(joined(device, control_group=False))
         with usage_errors("train"), holding_log() as held:
             folder = Path(config.run.logs) / world.gather(config.run.name or _name_of(config))[0]

@@ -287,7 +287,7 @@ def _cut(path: Path, last_step: int) -> int:
     *lines, _ = path.read_bytes().split(b"\n")
     steps = []
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             steps.append((int(json.loads(line)["step"]), line + b"\n"))
     atomically(path, lambda file: file.writelines(line for step, line in steps if step <= last_step))
     return len(lines) - len(steps)

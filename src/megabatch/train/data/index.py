@@ -35,7 +35,8 @@ from .workers import CONTEXT
 BLOCK_SAMPLES = 64
 NAME = "megabatch.index"
 
-_PART = 2**24  # bytes of a shard that are read at once when it is scanned
+# Bytes of a shard that are read at once when it is scanned: of a local one little beyond a header.
+_PART, _LOCAL_PART = 2**24, 2**16
 _END = 20_480  # bytes, at most, after the last sample of a tar: zeros, up to a whole record
 _FEW = 4  # shards that are not worth processes
 _NAMED = 20  # bad shards in an error
@@ -77,7 +78,11 @@ class Index:
     def block(self, shard: int, number: int) -> tuple[int, int]:
         """Where in a shard the samples from 64 * number on begin and end, in bytes."""
         size, samples, _, file, first = self.table[shard].tolist()
-        offsets, at = _mapped(self.files[file]), first + number
+        at = first + number
+        offsets = _mapped(self.files[file])
+        if at + 1 >= len(offsets):  # it has grown since
+            _mapped.cache_clear()
+            offsets = _mapped(self.files[file])
         is_last = (number + 1) * BLOCK_SAMPLES >= samples
         return int(offsets[at]) * BLOCK, size if is_last else int(offsets[at + 1]) * BLOCK
 
@@ -89,15 +94,7 @@ def _mapped(file: Path) -> Offsets:
 
 def shared(world: World, make: Callable[[], Index]) -> Index:
     """The index that rank 0 makes. Ranks that do not see its files are sent them, and keep them in a cache folder."""
-    made: Any = None
-    if world.rank == 0:
-        try:
-            made = make()
-        except (ValueError, OSError) as error:
-            made = error
-    made = world.broadcast(made)
-    if not isinstance(made, Index):
-        raise made
+    made = world.from_first(make)
     for number, file in enumerate(made.files):
         size, copy = world.broadcast(file.stat().st_size if world.rank == 0 else 0), cache_folder() / file.name
         mine = next((path for path in (file, copy) if _has(path, size)), None)
@@ -165,7 +162,7 @@ def _places(folder: str) -> list[Path]:
         return [_cached(folder)]
     folder = os.path.abspath(folder)
     beside, cached = Path(folder) / NAME, _cached(folder)
-    return [beside, cached] if os.access(folder, os.W_OK) else [cached, beside]
+    return [beside, cached] if os.access(beside if beside.exists() else folder, os.W_OK) else [cached, beside]
 
 
 def _cached(folder: str) -> Path:
@@ -239,12 +236,13 @@ def scan(shard: Listed) -> Scanned | str:
 
 
 def _reader(shard: Listed) -> Callable[[int, int], bytes]:
+    size = _LOCAL_PART if storage.local_path(shard.url) is not None else _PART
     part, held = 0, b""
 
     def read(start: int, stop: int) -> bytes:
         nonlocal part, held
         if not part <= start <= stop <= part + len(held):
-            part, held = start, storage.read(shard.url, start, min(max(start + _PART, stop), shard.size))
+            part, held = start, storage.read(shard.url, start, min(max(start + size, stop), shard.size))
         return held[start - part : stop - part]
 
     return read

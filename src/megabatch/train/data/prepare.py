@@ -15,7 +15,7 @@ from ..feature_cache import FeatureCache
 from ..preprocessing import Preprocessing
 from .captions import drawn
 from .images import content_key, decode
-from .source import LARGEST_TEXT, BadSample, Sample, Source, Unread
+from .source import LARGEST_TEXT, BadSample, Sample, Source, Unread, printable
 from .storage import StorageError
 
 
@@ -81,8 +81,10 @@ class Prepare:
         for place, (number, index) in enumerate(zip(passes, indices, strict=True)):
             try:
                 rows.append(self._row(source, number, index))
-            except (Unread, StorageError) as reason:  # noqa: PERF203
+            except Unread as reason:  # noqa: PERF203
                 unread.append((place, source.name(index), str(reason)))
+            except StorageError as error:  # without the name of the file
+                unread.append((place, source.name(index), printable(str(error).rpartition(": ")[2])))
             except BadSample as reason:
                 bad.append((source.name(index), str(reason)))
         samples = [row.sample for row in rows]

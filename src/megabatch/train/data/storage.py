@@ -6,12 +6,14 @@ tried again. A request that takes much longer than others is sent a second time,
 
 import asyncio
 import concurrent.futures
+import errno
 import itertools
 import os
 import random
 import re
 import stat
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -37,8 +39,7 @@ _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", 
 _PERMANENT: tuple[type[Exception], ...] = (PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT += (ValueError, TypeError, NotImplementedError, ImportError)
 _seconds = deque([0.0], maxlen=64)  # that recent reads took
-# Two threads may make one each. One that is collected is closed in the event loop of whatever thread does so.
-_systems: list[Any] = []
+_making: dict[int, threading.Lock] = {}  # of file systems, by process: threads share one, and a fork inherits no lock
 
 
 class StorageError(OSError):
@@ -118,22 +119,33 @@ def retried(name: str, function: Callable[[], T]) -> T:
         except Exception as error:
             while isinstance(error, OSError) and isinstance(error.__cause__, Exception):
                 error = error.__cause__  # a library's own, such as an HTTP status behind a FileNotFoundError
+            if _is_of_this_process(error):
+                raise
             status = _status(error)
             if status == 404 or (status is None and isinstance(error, FileNotFoundError)):
                 raise Missing(f"{name}: there is no such file.") from None
             if status == 416:
                 raise StorageError(f"{name}: the file is shorter than its index says. It changed.") from None
             if attempt == ATTEMPTS or not _is_transient(error, status):
-                cause = str(error) or type(error).__name__
+                cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise StorageError(f"{name}: tried {attempt} time{'s' * (attempt > 1)}: {cause}") from None
         # Of the system's generator: seeded ones would move, and workers would pause in step.
         time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) * random.SystemRandom().uniform(0.5, 1.5))
     raise AssertionError
 
 
+def _is_of_this_process(error: Exception) -> bool:
+    """Out of memory or of file descriptors, or a mistake in a program: nothing that a file could be blamed for."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return type(error).__module__ == "builtins" and not isinstance(error, (*_PERMANENT, EOFError))
+
+
 def _is_transient(error: Exception, status: int | None) -> bool:
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL):
+        return False
     return not isinstance(error, _PERMANENT) and "Credentials" not in type(error).__name__
 
 
@@ -179,7 +191,8 @@ def _answer(url: str, method: str, timeout: float, patience: float | None = None
 
 
 def _begun(url: str, method: str, options: dict[str, Any]) -> "Future[Any]":
-    system, threads = _system(os.getpid(), "/".join(url.split("/")[:3]))
+    with _making.setdefault(os.getpid(), threading.Lock()):
+        system, threads = _system(os.getpid(), "/".join(url.split("/")[:3]))
     path = system._strip_protocol(url)
     if system.async_impl:
         return asyncio.run_coroutine_threadsafe(getattr(system, f"_{method}")(path, **options), system.loop)
@@ -198,6 +211,5 @@ def _system(process: int, root: str) -> tuple[Any, ThreadPoolExecutor]:
         package = next((package for package in _EXTRAS if package in str(error)), None)
         help = f"pip install 'megabatch[{_EXTRAS[package]}]'" if package else str(error)
         raise ModuleNotFoundError(f"{root}: a package is missing: {help}", name=package) from None
-    _systems.append(system)
     system.retries = 1  # of s3fs: `retried` would multiply them
     return system, ThreadPoolExecutor(64)
