@@ -122,6 +122,20 @@ def test_the_shell_completes_commands_and_flags(typed, found, completion):
     assert (ended.stdout.strip(), ended.stderr) == (found, "")
 
 
+def test_commands_that_cannot_be_imported_are_completed_without_flags(monkeypatch, capsys):
+    def without_pillow(path: str) -> object:
+        if "train" in path:
+            raise ModuleNotFoundError("No module named 'PIL'", name="PIL")
+        return import_module(path)
+
+    monkeypatch.setattr("megabatch.completion.import_module", without_pillow)
+    assert main(["completion"]) == 0
+    printed = capsys.readouterr()
+    assert "train" in printed.out
+    assert "--csv-img-key" not in printed.out
+    assert "completion: train has no flags, because PIL is not installed." in printed.err
+
+
 @pytest.fixture(scope="module")
 def completion() -> str:
     printed = io.StringIO()

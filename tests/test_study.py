@@ -80,6 +80,15 @@ def test_the_grid_of_the_repository_has_what_the_page_speaks_of() -> None:
         assert options["batches"][-1] >= 32768
 
 
+def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"a": 1}\n{"b": ')
+    study = Study(tmp_path / "grid.yaml", path, tmp_path)
+    study.add({"c": 3})
+    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
+
+
 def test_learning_rates_follow_the_square_root_rule(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
     study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)

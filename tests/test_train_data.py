@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megabatch.train.config import Data
 from megabatch.train.data import loader, open_source, storage, workers
-from megabatch.train.data.images import NOT_AN_IMAGE, decode
+from megabatch.train.data.images import NOT_AN_IMAGE, decode, read_file
 from megabatch.train.data.labelled import ImageFolder, read_templates
 from megabatch.train.data.loader import RankBatch, Requests, batches
 from megabatch.train.data.order import Order
@@ -1011,13 +1011,27 @@ def test_a_disk_that_fails_is_asked_again_before_a_sample_is_lost(
     failures |= {"3.jpg": 99, "7.jpg": 99, "11.jpg": 5, "12.jpg": 99, "13.jpg": 99}
     (batch,) = load(source, workers=workers, batch_size=20, last_step=1)
     order = Order(torch.tensor([20]), seed=0, batch_size=20).of_step(0)[1].tolist()
-    reason = "tried 6 times: [Errno 5] Input/output error"
-    expected = [
-        Lost(order.index(sample), sample, source.name(sample), f"{tmp_path}/{sample}.jpg: {reason}")
-        for sample in (3, 7, 12, 13)
-    ]
+    lost = [(order.index(sample), sample, source.name(sample)) for sample in (3, 7, 12, 13)]
+    expected = [Lost(*sample, "Input/output error") for sample in lost]
     assert sorted(batch.lost, key=lambda lost: lost.index) == expected
     assert sorted(batch.bad) == sorted((lost.name, lost.reason) for lost in expected)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "too many open files"), KeyError("type")])
+def test_what_the_process_lacks_is_no_fault_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    attempts = []
+
+    def failing(path: Path, *options: Any) -> Any:
+        attempts.append(path)
+        raise error
+
+    write_images(tmp_path, "a.jpg")
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(type(error)):
+        read_file(tmp_path / "a.jpg")
+    assert len(attempts) == 1
 
 
 @pytest.mark.usefixtures("small_pieces")

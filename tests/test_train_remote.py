@@ -349,7 +349,7 @@ def test_a_disk_that_fails_for_a_moment_is_read_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "pread", pread)
     assert read(str(path), 3, 8) == CONTENT[3:8]
     faults += [errno.EIO] * storage.ATTEMPTS
-    with pytest.raises(StorageError, match=r"a, bytes 3 to 8: tried 6 times: \[Errno 5\] for a moment"):
+    with pytest.raises(StorageError, match=r"a, bytes 3 to 8: tried 6 times: for a moment"):
         read(str(path), 3, 8)
     faults += [errno.EISDIR]
     with pytest.raises(StorageError, match="tried 1 time"):

@@ -442,6 +442,12 @@ def test_what_was_logged_before_is_shown_by_the_report(tmp_path, capsys):
     assert "WARNING | before" in (tmp_path / "out.log").read_text()
 
 
+def test_a_line_with_no_number_of_a_step_is_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": Infinity}\n{"step": "x"}\n')
+    make(tmp_path, first_step=1).close()
+    assert lines(tmp_path / "metrics.jsonl") == ['{"step": 1}']
+
+
 def test_samples_of_steps_that_were_not_finite_are_cut_with_the_metrics(tmp_path):
     with make(tmp_path) as report:
         for step in (1, 2, 3):

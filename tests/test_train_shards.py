@@ -24,7 +24,7 @@ from megabatch.train.config import Data
 from megabatch.train.data import index, open_source, storage, tars
 from megabatch.train.data.listing import Listed, expand
 from megabatch.train.data.order import Order
-from megabatch.train.data.source import BadSample, Source
+from megabatch.train.data.source import BadSample, Source, Strings
 
 from .ranks import LoggedLines, Pool
 from .test_train_data import (
@@ -328,7 +328,12 @@ def test_shards_that_changed_or_are_new_are_read_again(many: str, reads: list[tu
     shard_of(folder / "1.tar", range(500, 570))
     reads.clear()
     source = open_source(many)
-    assert [Path(url).name for url, _, _ in reads if url.endswith(".tar")] == ["1.tar", "2.tar", "0.tar"]
+    names = [Path(url).name for url, *_ in reads if url.endswith(".tar")]
+    assert list(dict.fromkeys(names)) == ["1.tar", "2.tar", "0.tar"]
+        "1.tar",
+        "2.tar",
+        "0.tar",
+    ]
     assert texts(source)[150:] == [
         *(f"caption {i}" for i in range(500, 570)),
         *(f"caption {i}" for i in range(214, 224)),
@@ -379,7 +384,8 @@ def test_shards_that_a_damaged_index_has_lost_are_read_again(
         path.write_bytes(content[:-2] if "cut" in damage else b"[1]\n{}\n3\n\xff\n")
     reads.clear()
     assert texts(open_source(many)) == [f"caption {i}" for i in range(224)]
-    scanned = {Path(url).name for url, start, stop in reads if start == 0 and stop == Path(url).stat().st_size}
+    ends = {index._LOCAL_PART, *(Path(url).stat().st_size for url, *_ in reads)}
+    scanned = {Path(url).name for url, start, stop in reads if start == 0 and stop in ends}
     assert scanned >= ({"2.tar"} if "cut" in damage else {"0.tar", "1.tar", "2.tar"})
     reads.clear()
     open_source(many)
@@ -404,6 +410,34 @@ def test_an_index_that_may_not_grow_is_used_and_grows_in_a_cache(
     assert [name for name, *_ in lines_of(tmp_path)] == ["0.tar", "1.tar"]
     (lines,) = (tmp_path / "cache").glob("megabatch/*.index/*.jsonl")
     assert [json.loads(line)[0] for line in lines.read_text().splitlines()] == ["2.tar"]
+
+
+def test_an_index_that_somebody_else_wrote_is_used_and_grows_in_a_cache(
+    many: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the data may be written to, the index in it may not."""
+    open_source(str(Path(many).parent / "{0..1}.tar"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / index.NAME)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert len(open_source(many)) == 224
+    assert [name for name, *_ in lines_of(tmp_path)] == ["0.tar", "1.tar"]
+
+
+def test_an_index_that_grew_is_mapped_again(tmp_path: Path) -> None:
+    file, key = tmp_path / "x.offsets", ("", "a", 1024, "")
+    first = index._added(file, key, 1, 0, np.array([0], np.uint32))
+    table = torch.tensor([[1024, 1, 0, 0, first.first]])
+    assert index.Index(Strings(["a"]), torch.ones(1), table, [file]).block(0, 0) == (0, 1024)
+    second = index._added(file, key, 65, 0, np.array([0, 1], np.uint32))
+    table = torch.tensor([[1024, 65, 0, 0, second.first]])
+    assert index.Index(Strings(["a"]), torch.ones(1), table, [file]).block(0, 1) == (512, 1024)
+
+
+def test_local_shards_are_scanned_by_their_headers(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+    size = 2**20
+    write_tar(tmp_path / "a.tar", {f"{n}.{end}": bytes(size) for n in range(4) for end in ("jpg", "txt")})
+    index.make(expand(str(tmp_path / "a.tar")))
+    assert sum(stop - start for _, start, stop in reads) < size
 
 
 def _index_and_die(what: str, after: int) -> None:

@@ -78,18 +78,17 @@ class Index:
     def block(self, shard: int, number: int) -> tuple[int, int]:
         """Where in a shard the samples from 64 * number on begin and end, in bytes."""
         size, samples, _, file, first = self.table[shard].tolist()
-        at = first + number
+        at, is_last = first + number, (number + 1) * BLOCK_SAMPLES >= samples
         offsets = _mapped(self.files[file])
-        if at + 1 >= len(offsets):  # it has grown since
+        if len(offsets) <= (at if is_last else at + 1):  # it has grown since
             _mapped.cache_clear()
             offsets = _mapped(self.files[file])
-        is_last = (number + 1) * BLOCK_SAMPLES >= samples
         return int(offsets[at]) * BLOCK, size if is_last else int(offsets[at + 1]) * BLOCK
 
 
 @cache
 def _mapped(file: Path) -> Offsets:
-    return np.memmap(file, np.uint32, mode="r")
+    return np.memmap(file, np.uint32, mode="r", shape=file.stat().st_size // 4)
 
 
 def shared(world: World, make: Callable[[], Index]) -> Index:
