@@ -243,7 +243,7 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     cell, left, font = 76, 300, ImageFont.load_default(18)
     canvas = Image.new("RGB", (left + found * cell + 16, names * cell + 16), "white")
     pen = ImageDraw.Draw(canvas)
-    for row, (name, matches) in enumerate(retrieved(run, names, found)):
+    for row, (name, matches) in enumerate(retrieved(run, names, found, among=1000)):
         top = 8 + row * cell
         pen.text((16, top + cell // 2), name[:28], (20, 20, 20), font, anchor="lm")
         for column, match in enumerate(matches):

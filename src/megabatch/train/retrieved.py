@@ -14,7 +14,7 @@ from .data.source import Source
 from .encoding import make_prepare
 from .loading import config_of, load_checkpoint, restored_towers
 
-AMONG = 1000  # held-out samples, the first, are searched
+AMONG = 200  # held-out images, the first, are searched: they are encoded on the CPU
 AT_A_TIME = 64
 
 
@@ -25,7 +25,7 @@ class Match(NamedTuple):
 
 
 @torch.no_grad()
-def retrieved(run: Path, texts: int, matches: int = 5) -> list[tuple[str, list[Match]]]:
+def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> list[tuple[str, list[Match]]]:
     """The first held-out texts, each with the images nearest to it, the best first.
 
     ValueError where the run has no checkpoint, or no held-out images that can be read.
@@ -37,7 +37,7 @@ def retrieved(run: Path, texts: int, matches: int = 5) -> list[tuple[str, list[M
         raise ValueError(f"--val-data must have images, got {config.evaluation.val_data}.")
     towers = restored_towers(config, path, state).eval()
     prepare = make_prepare(towers, config, train=False)
-    pieces = {index: prepare(source, [0], [index]) for index in range(min(len(source), AMONG))}
+    pieces = {index: prepare(source, [0], [index]) for index in range(min(len(source), among))}
     kept = [index for index, piece in pieces.items() if len(piece.ids)]
     if not kept:
         raise ValueError(f"--val-data must have samples that can be read, got none in {config.evaluation.val_data}.")
