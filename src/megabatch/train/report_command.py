@@ -55,7 +55,7 @@ def _examples(run: Run, count: int) -> Section:
         found = retrieved(run.folder, count)
     except (ValueError, OSError, ImportError) as error:  # the page says it: data and weights may have moved
         return Section(title, [f"None: {said(error)}."])
-    text = f"Of the first held-out images, {AMONG} at most, those nearest to a text, the best first. The right one is framed."
+    text = f"The nearest to a text of the first held-out images, {AMONG} at most; the best first, the right one framed."
     return Section(title, [text], examples=[Retrieved(query, [*map(_picture, best)]) for query, best in found])
 
 
