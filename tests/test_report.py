@@ -412,10 +412,17 @@ def test_examples_are_the_nearest_images_and_know_which_is_right(shapes, tmp_pat
         assert [match.text for match in matches if match.right] == [text]
 
 
+def test_folders_of_runs_that_never_began_are_left_out(tmp_path, logged):
+    run = write_run(tmp_path / "run", [step_line(1)])
+    (tmp_path / "refused").mkdir()
+    assert [found.folder for found in read_runs([run, tmp_path / "refused"])] == [run]
+    assert any("refused is left out" in line for line in logged)
+
+
 def test_a_run_without_images_says_that_there_are_no_examples(tmp_path):
     pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
     run = train(tmp_path, "--train-data", pairs, "--val-data", pairs, *FLAGS, "--report")
-    assert f"None: ValueError: --val-data must have images, got {pairs}." in text_of((run / "report.html").read_text())
+    assert "None: held-out data must have images, has none." in text_of((run / "report.html").read_text())
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):

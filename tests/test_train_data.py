@@ -473,7 +473,7 @@ def test_a_source_knows_whether_any_pair_has_negatives(tmp_path: Path) -> None:
 LINES = {
     "no json": ("nonsense", "must be a JSON object, got b'nonsense"),
     "array": ([1], r"must be a JSON object, got b'\[1\]"),
-    "no query": ({"positive": "p"}, "query must be a text, got None"),
+    "no query": ({"positive": "p"}, "must have query and positive, or image and caption, got positive. Rename"),
     "number": ({"query": 5, "positive": "p"}, "query must be a text, got 5"),
     "no positive": ({"query": "q"}, "positive must be a text, got None"),
     "list": ({"query": "q", "positive": ["p"]}, r"positive must be a text, got \['p'\]"),
@@ -495,6 +495,12 @@ def test_a_malformed_line_is_refused_when_the_file_is_opened(tmp_path: Path, cas
 def test_an_empty_file_of_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"p\.jsonl: must have a record per line, has none"):
         Table(write_lines(tmp_path / "p.jsonl", ""))
+
+
+@pytest.mark.parametrize("what", ["a.jsonl::b.jsonl", "a.tar::b.jsonl", "icons::a.tar", "a.tar::b.parquet"])
+def test_sources_of_other_kinds_cannot_be_joined(what: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{what}: sources joined by :: must all be tar shards, or all")):
+        open_source(what)
 
 
 # Choosing

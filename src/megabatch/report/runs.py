@@ -2,6 +2,7 @@
 says what is missing."""
 
 import json
+import logging
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_LOGGER = logging.getLogger("megabatch")
 Numbers = NDArray[np.float64]
 AXES = ("steps", "samples", "time")
 LARGEST_STEP = 2**53
@@ -86,13 +88,21 @@ def _at(column: Column | None, steps: Numbers) -> Numbers:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Those in these folders. ValueError where one is none."""
+    """Those in these folders. Folders of runs that never began, as a glob finds them, are left out with a warning.
+
+    ValueError where none is left, or one is given twice.
+    """
+    begun = [folder for folder in folders if (folder.resolve() / "metrics.jsonl").is_file()]
+    for folder in folders if begun else ():
+        if folder not in begun:
+            _LOGGER.warning("report: %s is left out: there is no %s", folder, folder / "metrics.jsonl")
+    folders = begun or folders
     places = [folder.resolve() for folder in folders]
     for folder, place in zip(folders, places, strict=True):
         if not (folder / "metrics.jsonl").is_file():
             raise ValueError(
                 f"report: RUN must be the folder of a run, with a metrics.jsonl, got {folder}: there is no "
-                f"{folder / 'metrics.jsonl'}. Look in --logs of the run."
+                f"{folder / 'metrics.jsonl'}. Look in the --logs-dir of train."
             )
         if places.count(place) > 1:
             raise ValueError(f"report: every RUN must be given once, got {folder} several times. Leave one.")

@@ -34,7 +34,8 @@ def load_checkpoint(path: Path) -> tuple[Path, checkpoint.State]:
     if found is None:
         got = "which has none" if path.is_dir() else "which is not there"
         raise ValueError(
-            f"checkpoint: must be a file, or a run's folder with checkpoints, got {path}, {got}. Look in --logs."
+            f"checkpoint: must be a file, or a run's folder with checkpoints, got {path}, {got}. Look in the "
+            "--logs-dir of train."
         )
     return found, checkpoint.load(found)
 

@@ -10,7 +10,6 @@ from ..report.figures import grouped
 from ..report.page import Picture, Retrieved, Section, page_of
 from ..report.runs import Run, read_runs
 from .checkpoint import atomically
-from .config import said
 from .flags import usage_errors
 from .retrieved import AMONG, Match, retrieved
 
@@ -54,7 +53,7 @@ def _examples(run: Run, count: int) -> Section:
     try:
         found = retrieved(run.folder, count)
     except (ValueError, OSError, ImportError) as error:  # the page says it: data and weights may have moved
-        return Section(title, [f"None: {said(error)}."])
+        return Section(title, [f"None: {error}"])
     text = f"The nearest to a text of the first held-out images, {AMONG} at most; the best first, the right one framed."
     return Section(title, [text], examples=[Retrieved(query, [*map(_picture, best)]) for query, best in found])
 

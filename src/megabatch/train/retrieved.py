@@ -34,7 +34,7 @@ def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> li
     config = config_of(path, state)
     source = open_held_out(config)
     if source is None or source.texts_only:
-        raise ValueError(f"--val-data must have images, got {config.evaluation.val_data}.")
+        raise ValueError("held-out data must have images, has none.")
     towers = restored_towers(config, path, state).eval()
     prepare = make_prepare(towers, config, train=False)
     pieces = {index: prepare(source, [0], [index]) for index in range(min(len(source), among))}

@@ -71,6 +71,12 @@ def open_source(
     """
     options, world = options or Data(), world or World(torch.device("cpu"))
     kind = options.dataset_type
+    kinds = {_recognised(each, "webdataset") for each in what.split("::")} if "::" in what else set()
+    if kinds and kinds not in ({"webdataset"}, {"parquet"}):
+        raise ValueError(
+            f"{what}: sources joined by :: must all be tar shards, or all Parquet files, got "
+            f"{', '.join(sorted(kinds))}. Convert them to one format."
+        )
     if kind == "auto" or (held_out and what != options.train_data):
         kind = _recognised(what, kind)
     if not held_out:

@@ -132,6 +132,11 @@ def pair_of(row: Mapping[str, Any], where: str) -> Sample:
     """
     if not {"positive", "negatives"}.isdisjoint(row) and not {"pos", "neg"}.isdisjoint(row):
         raise ValueError(f"{where} must have either positive and negatives, or pos and neg, got {', '.join(row)}.")
+    if row.keys().isdisjoint(("query", "anchor")):
+        raise ValueError(
+            f"{where} must have query and positive, or image and caption, got {', '.join(row)}. Rename its keys, or "
+            "name those of an image and a caption with --image-key and --text-key."
+        )
     query = _text(row.get("query", row.get("anchor")), f"{where}: query")
     positives = _all_texts(row["pos"], f"{where}: pos") if "pos" in row else [row.get("positive")]
     positive = _text(positives[0] if positives else None, f"{where}: positive")
