@@ -119,7 +119,8 @@ def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.Captur
     study.add({**study.run(first), "kept": True})
     assert batch_size.main(["run", *arguments]) == 0
     lines = [json.loads(line) for line in study.path.read_text().splitlines()]
-    assert [Job(**line["job"]) for line in lines] == [replace(first, seed=seed) for seed in (0, 1, 2)]
+    assert {Job(**line["job"]) for line in lines} == {replace(first, seed=seed) for seed in (0, 1, 2)}
+    assert len(lines) == 3
     assert [line for line in lines if line.get("kept")] == lines[:1]
     assert all(line["steps"] == 2 and 0 < line["figures"][SCORE] < 1 for line in lines)
     assert all("--global-batch-size 64" in line["command"] for line in lines)
