@@ -32,7 +32,7 @@ class Column(NamedTuple):
 @dataclass
 class Run:
     """Attributes:
-    name: That of the folder, with as much of the path before it as tells it from the other runs.
+    name: That of the folder, with as much of the path before it as is needed to distinguish it from other runs.
     settings: By the name of the flag; empty where they were not recorded.
     skipped: How many samples were skipped, by reason; `skipped_names` has some of them.
     nonfinite: The first steps without a finite loss and gradient.

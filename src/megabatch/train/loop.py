@@ -161,7 +161,7 @@ class Trainer:
             raise RunFailed(
                 f"--max-skipped must be at least the share of samples that are skipped, got {most:g}, and "
                 f"{skipped} of {self.progress.samples + skipped} were: {self.skips.summary()}. All of them are in "
-                "skipped.jsonl. Mend the data, or allow more, and go on with --resume latest."
+                "skipped.jsonl. Fix the data, or allow more, and continue with --resume latest."
             )
 
     @property

@@ -135,7 +135,7 @@ def _open_shards(what: str, options: Data, fields: Fields, factors: str | None, 
 
 
 def _recognised(what: str, kind: str) -> str:
-    """The kind of data that a name tells, or else `kind`, unless that is "auto"."""
+    """The kind of data, by its name; else `kind`, unless that is "auto"."""
     if what == "icons":
         return "icons"
     for suffixes, found in SUFFIXES.items():

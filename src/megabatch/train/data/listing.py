@@ -127,7 +127,7 @@ def _lines(source: str) -> list[str]:
 
 
 def _urls(patterns: list[str], known: dict[str, Known]) -> Iterator[str]:
-    """The shards of a source. Where a listing tells size and tag, `known` gets them."""
+    """The shards of a source. Sizes and tags that a listing has are added to `known`."""
     sources = itertools.chain.from_iterable(map(_lines, patterns))
     for url in itertools.chain.from_iterable(_braces(_unpiped(source)) for source in sources):
         if "*" in url or ("?" in url and not url.startswith("http")):

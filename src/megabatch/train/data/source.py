@@ -44,7 +44,7 @@ class Sample:
 
     Attributes:
         text: The caption, or the positive.
-        duplicate_key: What tells whether two samples show the same image, or ask the same query.
+        duplicate_key: Equal for samples that show the same image, or ask the same query.
         image: The content of its file, or an image that was drawn.
         rgb_first: See `preprocessing.Preprocessing`.
         captions: More captions of the image.
