@@ -127,7 +127,7 @@ def _cell(row: Row) -> str:
         return str(row["status"])
     figures = [report.seconds(row["median"])] if row.get("median") else []
     if (ratio := row.get(_ratio_key(row))) and ratio[1:] != [1.0, 1.0]:
-        figures.append("×{:.2f} [{:.2f}–{:.2f}]".format(*ratio))
+        figures.append("×{:.2f} [{:.2f}, {:.2f}]".format(*ratio))
     figures += [f"{report.mebibytes(row['peak_bytes'])} MiB"] if row.get("peak_bytes") is not None else []
     figures += [f"{'≥ ' if row.get('at_least') else ''}{row['largest_rows']:,}"] if row.get("largest_rows") else []
     return "<br>".join(figures).replace(" ", NO_BREAK)
