@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -44,11 +44,11 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A run. Results are found by these values."""
+    """A run. Results are found by these values, so budgets that give a batch the same number of steps share them."""
 
     dataset: str
-    budget: str
     batch: int
+    steps: int
     factor: float
     seed: int
     variant: str = "clip"
@@ -66,18 +66,6 @@ def scores(results: Sequence[Result]) -> dict[Job, float]:
             value = float(result["figures"].get(SCORE, 0.0))  # "nan" is a string in JSON
             found[Job(**result["job"])] = value if math.isfinite(value) else 0.0
     return found
-
-
-def cells(grid: Grid) -> Iterator[Job]:
-    """One job for each setting that is compared, whatever its learning rate and seed: those are 0."""
-    for budget, datasets in grid["budgets"].items():
-        for dataset in datasets:
-            for batch in grid["datasets"][dataset]["batches"]:
-                yield Job(dataset, budget, batch, 0, 0)
-    for variant, options in grid.get("variants", {}).items():
-        for dataset in options["datasets"]:
-            for batch in options["batches"]:
-                yield Job(dataset, "samples", batch, 0, 0, variant)
 
 
 def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
@@ -116,28 +104,6 @@ def seed_scores(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[int, floa
     return {seed: done[job] for seed, job in jobs.items() if job in done}
 
 
-def exactness_jobs(grid: Grid, done: dict[Job, float]) -> list[Job]:
-    options = grid.get("exactness")
-    if options is None:
-        return []
-    cell = Job(options["dataset"], "samples", options["batch"], 0, 0)
-    factor = best_factor(cell, grid, done)
-    if factor is None:
-        return []
-    jobs = (
-        Job(options["dataset"], "steps", options["batch"], factor, seed, method=method)
-        for seed in grid["seeds"]
-        for method in options["methods"]
-    )
-    return [job for job in jobs if job not in done]
-
-
-def left(grid: Grid, results: Sequence[Result]) -> list[Job]:
-    done = scores(results)
-    jobs = [job for cell in cells(grid) for job in left_of(cell, grid, done)]
-    return [*jobs, *exactness_jobs(grid, done)]
-
-
 # ---- a run
 
 
@@ -163,22 +129,68 @@ class Study:
         with self.path.open("a") as file:
             file.write(json.dumps(result) + "\n")
 
-    def steps(self, job: Job) -> int:
-        grid = self.grid
-        if job.budget == "steps":
-            return int(grid["exactness"]["steps"])
-        amount = grid["budgets"][job.budget][job.dataset]
-        if job.budget == "updates":
-            return int(amount)
-        if job.budget == "samples":
-            return max(1, round(amount / job.batch))
-        return max(1, round(amount / self.step_seconds(job.dataset, job.batch)))
+    # ---- what there is to do
+
+    def calibrations(self, dataset: str, batch: int) -> list[Result]:
+        return [result for result in self.results if result.get("calibration") == [dataset, batch]]
 
     def step_seconds(self, dataset: str, batch: int) -> float:
-        for result in reversed(self.results):
-            if result.get("calibration") == [dataset, batch]:
-                return float(result["step_seconds"])
-        raise ValueError(f"study: {dataset} at batch {batch} must be calibrated first, and is not. Run calibrate.")
+        found = [float(result["step_seconds"]) for result in self.calibrations(dataset, batch)]
+        if not found:
+            raise ValueError(f"study: {dataset} at batch {batch} must be calibrated first, and is not. Run calibrate.")
+        return statistics.median(found)
+
+    def cell(self, budget: str, dataset: str, batch: int, variant: str = "clip") -> Job:
+        """A setting that is compared, whatever its learning rate and seed: those are 0."""
+        amount = self.grid["budgets"][budget][dataset]
+        if budget == "samples":
+            amount /= batch
+        elif budget == "seconds":
+            amount /= self.step_seconds(dataset, batch)
+        return Job(dataset, batch, max(1, round(amount)), 0, 0, variant)
+
+    def batches(self, budget: str, dataset: str) -> list[Job]:
+        """Cells in which only the batch differs, and what follows from the budget."""
+        cut = self.grid.get("cut", [])
+        sizes = self.grid["datasets"][dataset]["batches"]
+        return [self.cell(budget, dataset, batch) for batch in sizes if [budget, dataset, batch] not in cut]
+
+    def variants(self) -> list[tuple[Job, Job]]:
+        """Each cell, and the one that it is compared with."""
+        return [
+            (self.cell("samples", dataset, batch, variant), self.cell("samples", dataset, batch, against))
+            for variant, options in self.grid.get("variants", {}).items()
+            for against in (options.get("against", "clip"),)
+            for dataset in options["datasets"]
+            for batch in options["batches"]
+        ]
+
+    def cells(self) -> list[Job]:
+        budgets = self.grid["budgets"].items()
+        jobs = [cell for budget, datasets in budgets for dataset in datasets for cell in self.batches(budget, dataset)]
+        return list(dict.fromkeys([*jobs, *(cell for cell, _ in self.variants())]))
+
+    def methods(self, done: dict[Job, float]) -> dict[str, list[Job]]:
+        """The runs of one cell's best learning rate, by how the loss is computed. Empty until that rate is known."""
+        options = self.grid.get("exactness")
+        cell = self.cell("samples", options["dataset"], options["batch"]) if options else None
+        factor = best_factor(cell, self.grid, done) if cell else None
+        if options is None or cell is None or factor is None:
+            return {}
+        best = replace(cell, factor=factor)
+        return {
+            method: [replace(best, seed=seed, method=method) for seed in self.grid["seeds"]]
+            for method in options["methods"]
+        }
+
+    def left(self) -> list[Job]:
+        done = scores(self.results)
+        methods = [job for jobs in self.methods(done).values() for job in jobs if job not in done]
+        return list(
+            dict.fromkeys([*methods, *(job for cell in self.cells() for job in left_of(cell, self.grid, done))])
+        )
+
+    # ---- a run
 
     def rate(self, job: Job) -> float:
         rule = self.grid["datasets"][job.dataset]["rate"] * math.sqrt(job.batch / 1024)
@@ -201,7 +213,7 @@ class Study:
             "--model": self.grid["model"],
             "--global-batch-size": job.batch,
             "--chunk-size": min(CHUNK, job.batch),
-            "--steps": self.steps(job),
+            "--steps": job.steps,
             "--lr": self.rate(job),
             "--seed": job.seed,
             "--val-frequency": 0,
@@ -213,7 +225,7 @@ class Study:
         return [*self.data(job), *(str(word) for option in options.items() for word in option), *flags, *dense]
 
     def ranks(self, job: Job) -> int:
-        return int(self.grid["exactness"]["methods"][job.method]) if job.budget == "steps" else 1
+        return int(self.grid["exactness"]["methods"][job.method]) if job.method != "megabatch" else 1
 
     def run(self, job: Job, keep: Path | None = None) -> Result:
         """Trains, and says what came out. Into the folder `keep`, or one that is removed."""
@@ -270,7 +282,7 @@ def mine_negatives(study: Study, path: Path) -> None:
     import megabatch as mb
 
     done = scores(study.results)
-    cell = Job("wordnet", "samples", 1024, 0, 0)
+    cell = study.cell("samples", "wordnet", 1024)
     factor = best_factor(cell, study.grid, done)
     if factor is None:
         raise ValueError(
@@ -300,21 +312,24 @@ def mine_negatives(study: Study, path: Path) -> None:
 # ---- commands
 
 
-def calibrate(study: Study) -> None:
-    """The median of the training steps of a short run at each batch. Nothing else may run meanwhile."""
-    for dataset, options in study.grid["datasets"].items():
-        for batch in options["batches"]:
-            job = Job(dataset, "samples", batch, 1, 0)
-            words = study.words(job)
-            words[words.index("--steps") + 1] = str(max(4, min(60, 16384 // batch)))
+def calibrate(study: Study, rounds: int = 5, enough: float = 30) -> None:
+    """The median of the training steps of short runs at each batch: one in each round, until they have `enough` seconds
+    of steps. Nothing else may run meanwhile."""
+    settings = [(name, batch) for name, options in study.grid["datasets"].items() for batch in options["batches"]]
+    for _ in range(rounds):
+        for dataset, batch in settings:
+            if sum(each["step_seconds"] * each["steps"] for each in study.calibrations(dataset, batch)) > enough:
+                continue
+            words = study.words(Job(dataset, batch, max(4, min(100, 32768 // batch)), 1, 0))
             with tempfile.TemporaryDirectory(prefix="megabatch-study-") as folder:
                 ended, _ = train(words, Path(folder) / "run")
                 if ended.returncode:
                     raise RuntimeError(f"study: calibration must end well, got:\n{ended.stderr[-2000:]}")
                 lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
             seconds = [line["train/step_seconds"] for line in lines if "train/step_seconds" in line][1:]
-            study.add({"calibration": [dataset, batch], "step_seconds": statistics.median(seconds)})
-            print(f"{dataset}, batch {batch}: {statistics.median(seconds):.4f} s", flush=True)
+            median = statistics.median(seconds)
+            study.add({"calibration": [dataset, batch], "step_seconds": median, "steps": len(seconds), **versions()})
+            print(f"{dataset}, batch {batch}: {median:.4f} s", flush=True)
 
 
 def run_all(study: Study, processes: int) -> None:
@@ -322,7 +337,7 @@ def run_all(study: Study, processes: int) -> None:
     with ThreadPoolExecutor(processes) as pool:
         while True:
             busy = set(running.values())
-            jobs = [job for job in left(study.grid, study.results) if job not in busy]
+            jobs = [job for job in study.left() if job not in busy]
             for job in jobs[: processes - len(running)]:
                 running[pool.submit(study.run, job)] = job
             if not running:
@@ -339,7 +354,7 @@ def again(study: Study) -> int:
     """The first cell that is done, with one of its seeds. Another CPU rounds differently, and training amplifies that
     until runs differ as seeds do: the score must be where a run with another seed would be."""
     done = scores(study.results)
-    found = ((cell, seed_scores(cell, study.grid, done)) for cell in cells(study.grid))
+    found = ((cell, seed_scores(cell, study.grid, done)) for cell in study.cells())
     cell, kept = next(((cell, by_seed) for cell, by_seed in found if len(by_seed) > 1), (None, {}))
     if cell is None:
         raise ValueError(f"study: {study.path} must have a cell with two seeds, has none. Run it first.")
@@ -349,7 +364,7 @@ def again(study: Study) -> int:
     mean, std = statistics.mean(kept.values()), statistics.stdev(kept.values())
     farthest = SEEDS_APART * std * math.sqrt(1 + 1 / len(kept))
     same = abs(score - mean) <= farthest
-    print(f"{cell.dataset}, equal {cell.budget}, batch {cell.batch}, seed {seed}: mean recall {score:.4f}.")
+    print(f"{cell.dataset}, batch {cell.batch}, {cell.steps} steps, seed {seed}: mean recall {score:.4f}.")
     print(f"Kept: {kept[seed]:.4f} with this seed, {mean:.4f} ± {std:.4f} over {len(kept)} seeds.")
     print("They agree." if same else f"FAILED: more than {farthest:.4f} away from the mean.")
     return 0 if same else 1
@@ -357,13 +372,16 @@ def again(study: Study) -> int:
 
 def status(study: Study) -> None:
     done = scores(study.results)
-    for cell in cells(study.grid):
+    for cell in study.cells():
         factor, remaining = best_factor(cell, study.grid, done), len(left_of(cell, study.grid, done))
         values = list(seed_scores(cell, study.grid, done).values())
         found = f"best factor {factor}, mean {statistics.mean(values):.4f} of {len(values)}" if values else "searching"
-        print(f"{cell.variant}, {cell.dataset}, equal {cell.budget}, batch {cell.batch}: {found}, {remaining} left")
+        print(f"{cell.variant}, {cell.dataset}, batch {cell.batch}, {cell.steps} steps: {found}, {remaining} left")
     hours = sum(result["seconds"] for result in study.results if "job" in result) / 3600
-    print(f"exactness: {len(exactness_jobs(study.grid, done))} left. {hours:.1f} hours of runs so far.")
+    methods = [job for jobs in study.methods(done).values() for job in jobs]
+    print(
+        f"methods: {sum(job not in done for job in methods)} of {len(methods)} left. {hours:.1f} hours of runs so far."
+    )
 
 
 def main(words: Sequence[str]) -> int:
