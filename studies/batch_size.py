@@ -183,12 +183,25 @@ class Study:
             for method in options["methods"]
         }
 
+    def rules(self, dataset: str, done: dict[Job, float]) -> dict[str, list[Job]]:
+        """One run at every batch, by how its learning rate follows from the best one of `rules_from`. Empty until that
+        is known."""
+        start, search = self.grid.get("rules_from"), self.grid["search"]
+        factor = best_factor(self.cell("samples", dataset, start), self.grid, done) if start else None
+        if start is None or factor is None:
+            return {}
+        cells = self.batches("samples", dataset)
+        return {
+            "square root": [replace(cell, factor=factor, seed=search) for cell in cells],
+            "fixed": [replace(cell, factor=factor * math.sqrt(start / cell.batch), seed=search) for cell in cells],
+        }
+
     def left(self) -> list[Job]:
         done = scores(self.results)
-        methods = [job for jobs in self.methods(done).values() for job in jobs if job not in done]
-        return list(
-            dict.fromkeys([*methods, *(job for cell in self.cells() for job in left_of(cell, self.grid, done))])
-        )
+        groups = [*self.methods(done).values()]
+        groups += [jobs for dataset in self.grid["datasets"] for jobs in self.rules(dataset, done).values()]
+        groups += [left_of(cell, self.grid, done) for cell in self.cells()]
+        return list(dict.fromkeys(job for jobs in groups for job in jobs if job not in done))
 
     # ---- a run
 

@@ -1,101 +1,193 @@
 """`python -m studies.page`: the tables and plots of docs/studies/batch-size.md, from the kept results.
 
-Tables stand between `<!-- study: NAME -->` and `<!-- end -->`; a test fails if one differs from the results.
+Tables stand between `<!-- study: NAME -->` and `<!-- end -->`. Plots are drawn by the code of `megabatch report`, as
+build/study/batch-size.html and, by Chromium, as one SVG each. A test fails if tables or plots are of other results.
 """
 
 import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from scipy.stats import ttest_rel
 
+from megabatch.report.figures import Figure, with_error_bars
+from megabatch.report.page import Section, render
+from tools.browser import Browser
 from tools.tables import markdown
 
-from .batch_size import HERE, Job, Study, best_factor, cells, scores, seed_scores, tried
+from .batch_size import HERE, Job, Study, best_factor, scores, seed_scores, tried
 
 PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds"}
+BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds of training"}
+BATCH, RECALL = "batch", "mean recall, %"
+
+Points = list[tuple[float, float, float]]  # x, mean, standard deviation
 
 
 def load(results: Path = HERE / "results" / "batch_size.jsonl", grid: Path = HERE / "batch_size.yaml") -> Study:
     return Study(grid, results, Path("build/study").resolve())
 
 
+def spread_of(cell: Job, study: Study) -> tuple[float, float] | None:
+    """Mean and standard deviation in percent, once all seeds are done."""
+    found = list(seed_scores(cell, study.grid, scores(study.results)).values())
+    if len(found) < len(study.grid["seeds"]):
+        return None
+    return 100 * statistics.mean(found), 100 * statistics.stdev(found)
+
+
+def points(cells: Sequence[Job], study: Study) -> Points:
+    return [(cell.batch, *spread) for cell in cells if (spread := spread_of(cell, study))]
+
+
+def plot(title: str, series: dict[str, Points], x: str = BATCH, note: str = "", names: Sequence[str] = ()) -> Figure:
+    drawn = {name: some for name, some in series.items() if some}
+    return with_error_bars(title, drawn, x=x, y=RECALL, names=names, note=note)
+
+
+# ---- plots
+
+
+def budget_plot(budget: str) -> Callable[[Study], Figure]:
+    def figure(study: Study) -> Figure:
+        datasets = study.grid["budgets"].get(budget, {})
+        title = f"Equal {BUDGETS[budget]}: {', '.join(f'{name} {amount:,}' for name, amount in datasets.items())}"
+        return plot(title, {dataset: points(study.batches(budget, dataset), study) for dataset in datasets})
+
+    return figure
+
+
+def rates_plot(dataset: str) -> Callable[[Study], Figure]:
+    """One run for each rate."""
+
+    def figure(study: Study) -> Figure:
+        done = scores(study.results)
+        series = {
+            f"batch {cell.batch:,}": [
+                (factor, 100 * score, 0.0) for factor, score in sorted(tried(cell, study.grid, done).items())
+            ]
+            for cell in study.batches("samples", dataset)
+        }
+        title = f"Learning rates, {dataset}, equal samples seen"
+        return plot(title, series, "learning rate / square-root rule", "One run for each point.")
+
+    return figure
+
+
+def rules_plot(dataset: str) -> Callable[[Study], Figure]:
+    """The best rate of each batch, beside rules that start from the best rate of one batch."""
+
+    def figure(study: Study) -> Figure:
+        done, start = scores(study.results), f"{study.grid['rules_from']:,}"
+        series = {"best rate of each batch": points(study.batches("samples", dataset), study)}
+        names = {"square root": f"square-root rule from {start}", "fixed": f"rate of {start} for all"}
+        for rule, jobs in study.rules(dataset, done).items():
+            series[names[rule]] = [(job.batch, 100 * done[job], 0.0) for job in jobs if job in done]
+        note = "Five seeds of the best rate; one run for each point of the rules."
+        return plot(f"Rules for the learning rate, {dataset}, equal samples seen", series, note=note)
+
+    return figure
+
+
+def variants_plot(*variants: str) -> Callable[[Study], Figure]:
+    def figure(study: Study) -> Figure:
+        series: dict[str, Points] = {}
+        for cell, against in study.variants():
+            if cell.variant in variants:
+                for each in (against, cell):
+                    if spread := spread_of(each, study):
+                        series.setdefault(f"{each.dataset}, {each.variant}", []).append((each.batch, *spread))
+        return plot(f"{' and '.join(variants)}, equal samples seen", series)
+
+    return figure
+
+
+def methods_plot(study: Study) -> Figure:
+    done = scores(study.results)
+    methods = study.methods(done)
+    series: dict[str, Points] = {}
+    for place, jobs in enumerate(methods.values()):
+        for job in jobs:
+            if job in done:
+                series.setdefault(f"seed {job.seed}", []).append((place, 100 * done[job], 0.0))
+    return plot("One setting, four ways to compute the loss", series, "method", names=list(methods))
+
+
+PLOTS: dict[str, Callable[[Study], Figure]] = {
+    **{f"equal-{budget}": budget_plot(budget) for budget in BUDGETS},
+    **{f"rates-{dataset}": rates_plot(dataset) for dataset in ("wordnet", "icons")},
+    **{f"rules-{dataset}": rules_plot(dataset) for dataset in ("wordnet", "icons")},
+    "siglip": variants_plot("siglip"),
+    "duplicates": variants_plot("duplicates-kept"),
+    "hard-negatives": variants_plot("infonce-mined"),
+    "methods": methods_plot,
+}
+
+
+def description(figure: Figure) -> str:
+    """Its values, for who cannot see it, and to tell one of other results."""
+    lines = []
+    for trace in figure.traces:
+        bars = trace["error_y"]["array"]
+        values = zip(trace["x"], trace["y"], bars, strict=True)
+        lines.append(f"{trace['name']}: " + ", ".join(f"{x:,.10g}: {y:.2f} ± {bar:.2f}" for x, y, bar in values))
+    return ". ".join(lines)
+
+
 # ---- tables
 
 
-def batches_table(study: Study) -> str:
+def batches_table(budget: str) -> Callable[[Study], str]:
     """Mean and standard deviation over seeds, and the paired test against the batch before."""
-    done = scores(study.results)
-    body = []
-    for budget, title in BUDGETS.items():
-        for dataset in study.grid["datasets"]:
+
+    def table(study: Study) -> str:
+        done = scores(study.results)
+        body = []
+        for dataset in study.grid["budgets"].get(budget, {}):
             before: dict[int, float] = {}
-            for cell in (cell for cell in cells(study.grid) if (cell.budget, cell.dataset) == (budget, dataset)):
-                if cell.variant != "clip":
-                    continue
-                found = seed_scores(cell, study.grid, done)
-                factor = best_factor(cell, study.grid, done)
-                if len(found) == len(study.grid["seeds"]) and factor is not None:
-                    job = replace(cell, factor=factor)
-                    steps, rate = study.steps(job), study.rate(job)
-                    row = [f"{cell.batch:,}", f"{steps:,}", f"{rate:.2g}", f"{factor:g}", spread(found)]
-                    body.append([f"{dataset}, equal {title}", *row, paired(before, found)])
+            for cell in study.batches(budget, dataset):
+                found, factor = seed_scores(cell, study.grid, done), best_factor(cell, study.grid, done)
+                if factor is not None and len(found) == len(study.grid["seeds"]):
+                    rate = study.rate(replace(cell, factor=factor))
+                    row = [f"{cell.batch:,}", f"{cell.steps:,}", f"{rate:.2g}", f"{factor:g}", spread(found)]
+                    body.append([dataset, *row, paired(before, found)])
                 before = found
-    return markdown(
-        ["", "batch", "steps", "best lr", "of the rule", "mean recall, %", "against the batch before"], body
-    )
+        return markdown(["", BATCH, "steps", "best lr", "of the rule", RECALL, "against the batch before"], body)
 
-
-def rates_table(study: Study) -> str:
-    """Mean recall of one seed at every learning rate, at equal samples."""
-    done = scores(study.results)
-    mine = [cell for cell in cells(study.grid) if (cell.budget, cell.variant) == ("samples", "clip")]
-    found = {cell: tried(cell, study.grid, done) for cell in mine}
-    factors = sorted({factor for by_factor in found.values() for factor in by_factor})
-    body = []
-    for cell, by_factor in found.items():
-        if len(by_factor) < len(study.grid["factors"]):
-            continue
-        best = max(by_factor.values())
-        texts = [percent(by_factor[factor]) if factor in by_factor else "" for factor in factors]
-        bold = [f"**{text}**" if by_factor.get(f) == best else text for f, text in zip(factors, texts, strict=True)]
-        body.append([f"{cell.dataset}, {cell.batch:,}", *bold])
-    return markdown(["dataset, batch", *(f"{factor:g} ×" for factor in factors)], body)
+    return table
 
 
 def variants_table(study: Study) -> str:
     """Each beside what it varies: the same dataset, batch and seeds."""
     done = scores(study.results)
     body = []
-    for cell in (cell for cell in cells(study.grid) if cell.variant != "clip"):
-        baseline = replace(cell, variant=study.grid["variants"][cell.variant].get("against", "clip"))
-        found, base = (seed_scores(each, study.grid, done) for each in (cell, baseline))
+    for cell, against in study.variants():
+        found, base = (seed_scores(each, study.grid, done) for each in (cell, against))
         if len(found) > 1 and len(base) > 1:
             names = [f"{cell.dataset}, {cell.batch:,}", cell.variant, spread(found)]
-            body.append([*names, baseline.variant, spread(base), paired(base, found)])
-    return markdown(["dataset, batch", "", "mean recall, %", "against", "mean recall, %", "difference"], body)
+            body.append([*names, against.variant, spread(base), paired(base, found)])
+    return markdown(["dataset, batch", "", RECALL, "against", RECALL, "difference"], body)
 
 
-def exactness_table(study: Study) -> str:
+def methods_table(study: Study) -> str:
     """The difference between methods, beside that between seeds."""
-    done = {job: score for job, score in scores(study.results).items() if job.budget == "steps"}
+    done = scores(study.results)
     losses = {Job(**result["job"]): result["train_loss"] for result in study.results if "job" in result}
-    methods = list(dict.fromkeys(job.method for job in done))
+    methods = study.methods(done)
     body = []
-    for method in methods:
-        mine = {job.seed: score for job, score in done.items() if job.method == method}
-        dense = {job.seed: score for job, score in done.items() if job.method == "dense"}
-        apart = [abs(mine[seed] - dense[seed]) for seed in mine if seed in dense]
-        same = [replace(job, method="dense") for job in done if job.method == method]
-        of_loss = [abs(losses[replace(job, method=method)] - losses[job]) for job in same if job in losses]
-        if len(mine) > 1 and apart:
-            body.append([method, spread(mine), f"{100 * max(apart):.2f}", f"{max(of_loss):.1e}"])
-    head = ["", "mean recall, % (seeds)", "largest difference to dense, same seed", "of the last training loss"]
+    for method, jobs in methods.items():
+        pairs = [pair for pair in zip(jobs, methods["dense"], strict=True) if all(job in done for job in pair)]
+        if len(pairs) > 1:
+            apart = 100 * max(abs(done[job] - done[dense]) for job, dense in pairs)
+            of_loss = max(abs(losses[job] / losses[dense] - 1) for job, dense in pairs)
+            scores_of_seeds = {job.seed: done[job] for job, _ in pairs}
+            body.append([method, spread(scores_of_seeds), f"{apart:.2f}", f"{of_loss:.1e}"])
+    head = ["", RECALL, "largest difference to dense, same seed", "of the last training loss, relative"]
     return markdown(head, body)
 
 
@@ -119,19 +211,37 @@ def paired(before: dict[int, float], after: dict[int, float]) -> str:
 
 
 TABLES: dict[str, Callable[[Study], str]] = {
-    "batches": batches_table,
-    "rates": rates_table,
+    **{budget: batches_table(budget) for budget in BUDGETS},
     "variants": variants_table,
-    "exactness": exactness_table,
+    "methods": methods_table,
 }
+
+
+# ---- the page
 
 
 def written(page: str, study: Study) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]](study)}\n{found[3]}", page)
 
 
+def draw(study: Study, html: Path, pictures: Path) -> None:
+    """All plots that have points: as a page, and as an SVG each."""
+    figures = {name: figure for name, make in PLOTS.items() if (figure := make(study)).traces}
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(render("Does a larger batch help?", [Section("Plots", figures=list(figures.values()))]))
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Browser(Path(profile))
+        browser.open(html, width=1600)
+        for place, (name, figure) in enumerate(figures.items()):
+            svg = browser.svg(f"plot-0-{place}", title=figure.title, description=description(figure))
+            (pictures / f"{name}.svg").write_text(svg)
+        browser.close()
+
+
 def main(_: Sequence[str]) -> int:
-    PAGE.write_text(written(PAGE.read_text(), load()))
+    study = load()
+    PAGE.write_text(written(PAGE.read_text(), study))
+    draw(study, study.folder / "batch-size.html", PAGE.parent)
     return 0
 
 

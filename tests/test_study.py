@@ -4,12 +4,13 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from studies import batch_size, page, wordnet
-from studies.batch_size import SCORE, Job, Study, best_factor, left, left_of, scores, seed_scores
+from studies.batch_size import SCORE, Job, Study, best_factor, left_of, scores, seed_scores
 
 GRID: dict[str, Any] = {
     "model": "tiny",
@@ -19,8 +20,9 @@ GRID: dict[str, Any] = {
     "seeds": [1, 2],
     "datasets": {"icons": {"rate": 4e-3, "batches": [16, 64]}},
     "budgets": {"samples": {"icons": 128}},
+    "rules_from": 16,
 }
-CELL = Job("icons", "samples", 64, 0, 0)
+CELL = Job("icons", 64, 2, 0, 0)
 
 
 def found(values: dict[float, float], seed: int = 0) -> dict[Job, float]:
@@ -80,6 +82,17 @@ def test_the_grid_of_the_repository_has_what_the_page_speaks_of() -> None:
         assert options["batches"][-1] >= 32768
 
 
+def test_rules_for_the_learning_rate_are_run_where_the_search_was_not(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    start = replace(CELL, batch=16, steps=8)
+    study.results += results_of(start, {0.5: 0.1, 1: 0.3, 2: 0.4, 4: 0.1}, {})
+    assert study.left()[:2] == [replace(CELL, factor=2), replace(CELL, factor=1)]  # square root, fixed
+    rules = study.rules("icons", scores(study.results))
+    assert [study.rate(job) for job in rules["fixed"]] == [1e-3, 1e-3]
+    assert [study.rate(job) for job in rules["square root"]] == [1e-3, 2e-3]
+
+
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
     path = tmp_path / "r.jsonl"
@@ -92,20 +105,27 @@ def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
 def test_learning_rates_follow_the_square_root_rule(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
     study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
-    job = replace(CELL, factor=2, batch=4096)
-    assert study.rate(job) == pytest.approx(4e-3 * 2 * 2)
-    assert study.steps(replace(job, batch=16)) == 8
+    assert study.rate(replace(CELL, factor=2, batch=4096)) == pytest.approx(4e-3 * 2 * 2)
+
+
+def test_budgets_that_give_a_batch_the_same_steps_share_its_runs(tmp_path: Path) -> None:
+    grid = {**GRID, "budgets": {"samples": {"icons": 128}, "updates": {"icons": 2}}, "cut": [["updates", "icons", 16]]}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    assert study.batches("samples", "icons") == [replace(CELL, batch=16, steps=8), CELL]
+    assert study.batches("updates", "icons") == [CELL]
+    assert study.cells() == study.batches("samples", "icons")
 
 
 def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
     grid = {**GRID, "budgets": {"seconds": {"icons": 60}}}
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
-    job = replace(CELL, budget="seconds", factor=1)
     with pytest.raises(ValueError, match="must be calibrated first"):
-        study.steps(job)
-    study.add({"calibration": ["icons", 64], "step_seconds": 0.5})
-    assert study.steps(job) == 120
+        study.cell("seconds", "icons", 64)
+    for seconds in (0.5, 0.4, 2.0):  # the median counts
+        study.add({"calibration": ["icons", 64], "step_seconds": seconds})
+    assert study.cell("seconds", "icons", 64).steps == 120
 
 
 def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +135,7 @@ def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.Captur
     paths = [f"--{name}={tmp_path / file}" for name, file in (("grid", "grid.yaml"), ("results", "kept/r.jsonl"))]
     arguments = [*paths, f"--folder={tmp_path}"]
     study = Study(tmp_path / "grid.yaml", tmp_path / "kept" / "r.jsonl", tmp_path)
-    first = left(study.grid, study.results)[0]
+    first = study.left()[0]
     study.add({**study.run(first), "kept": True})
     assert batch_size.main(["run", *arguments]) == 0
     lines = [json.loads(line) for line in study.path.read_text().splitlines()]
@@ -135,7 +155,7 @@ def test_a_cell_that_comes_out_differently_is_reported(
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "factors": [1], "width_of_grid": 64}))
     study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
     for seed, score in enumerate((0.5, 0.49, 0.51)):
-        study.add({"job": asdict(replace(CELL, batch=16, factor=1, seed=seed)), "figures": {SCORE: score}})
+        study.add({"job": asdict(replace(CELL, batch=16, steps=8, factor=1, seed=seed)), "figures": {SCORE: score}})
     for score, code in ((0.47, 0), (0.3, 1)):
         monkeypatch.setattr(Study, "run", lambda self, job, score=score: {"figures": {SCORE: score}})
         assert (
@@ -166,31 +186,65 @@ def test_tables_have_means_over_seeds_and_paired_tests(tmp_path: Path) -> None:
     study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
     rates = {0.5: 0.1, 1: 0.3, 2: 0.2}
     for cell, seeds in (
-        (replace(CELL, batch=16), {1: 0.2, 2: 0.22}),
+        (replace(CELL, batch=16, steps=8), {1: 0.2, 2: 0.22}),
         (CELL, {1: 0.3, 2: 0.34}),
         (replace(CELL, variant="siglip"), {1: 0.25, 2: 0.28}),
     ):
         study.results += results_of(cell, rates, seeds)
-    text = page.batches_table(study)
-    assert "| icons, equal samples seen | 16 | 8 | 0.0005 | 1 | 21.0 ± 1.4 |  |" in text
-    assert "| icons, equal samples seen | 64 | 2 | 0.001 | 1 | 32.0 ± 2.8 | +11.0 (p = 0.058) |" in text
-    assert "| icons, 64 | 10.0 | **30.0** | 20.0 |" in page.rates_table(study)
+    text = page.TABLES["samples"](study)
+    assert "| icons | 16 | 8 | 0.0005 | 1 | 21.0 ± 1.4 |  |" in text
+    assert "| icons | 64 | 2 | 0.001 | 1 | 32.0 ± 2.8 | +11.0 (p = 0.058) |" in text
     assert "| icons, 64 | siglip | 26.5 ± 2.1 | clip | 32.0 ± 2.8 | -5.5 (p = 0.058) |" in page.variants_table(study)
-    text = page.written("<!-- study: rates -->\nold\n<!-- end -->\n", study)
+    text = page.written("<!-- study: samples -->\nold\n<!-- end -->\n", study)
     assert "old" not in text
     assert page.written(text, study) == text
 
 
 def test_the_difference_between_methods_stands_beside_that_between_seeds(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    ranks = {"dense": 1, "megabatch": 1, "ring-2": 2}
+    grid = {**GRID, "exactness": {"dataset": "icons", "batch": 64, "methods": ranks}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    assert study.methods({}) == {}
+    study.results += results_of(CELL, {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.21, 2: 0.22})
+    assert {(job.method, job.seed) for job in study.left() if job.batch == 64} == {
+        (method, seed) for method in ("dense", "ring-2") for seed in (1, 2)
+    }
     for method, apart in (("dense", 0.0), ("ring-2", 0.001)):
         for seed in (1, 2):
-            job = Job("icons", "steps", 64, 1, seed, method=method)
+            job = replace(CELL, factor=1, seed=seed, method=method)
+            assert study.ranks(job) == ranks[method]
             study.results.append(
                 {"job": asdict(job), "figures": {SCORE: 0.2 + seed / 100 + apart}, "train_loss": 1 + apart / 100}
             )
-    assert "| ring-2 | 21.6 ± 0.7 | 0.10 | 1.0e-05 |" in page.exactness_table(study)
+    assert "| ring-2 | 21.6 ± 0.7 | 0.10 | 1.0e-05 |" in page.methods_table(study)
+    assert "| megabatch | 21.5 ± 0.7 | 0.00 | 0.0e+00 |" in page.methods_table(study)
+
+
+def test_plots_say_what_they_show(tmp_path: Path) -> None:
+    """To readers who cannot see them, and to the test below."""
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    study.results += results_of(replace(CELL, batch=16, steps=8), {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.2, 2: 0.22})
+    study.results += results_of(CELL, {0.5: 0.2, 0.25: 0.1, 1: 0.1}, {1: 0.3, 2: 0.34})
+    names = ("equal-samples", "rates-icons", "rules-icons")
+    described = {name: page.description(page.PLOTS[name](study)) for name in names}
+    assert described["equal-samples"] == "icons: 16: 21.00 ± 1.41, 64: 32.00 ± 2.83"
+    assert described["rates-icons"].startswith("batch 16: 0.5: 10.00 ± 0.00, 1: 30.00 ± 0.00, 2: 20.00 ± 0.00")
+    assert "square-root rule from 16: 16: 30.00 ± 0.00, 64: 10.00 ± 0.00" in described["rules-icons"]
+    assert "rate of 16 for all: 16: 30.00 ± 0.00, 64: 20.00 ± 0.00" in described["rules-icons"]
+
+
+def test_the_page_shows_the_kept_results() -> None:
+    """`python -m studies.page` writes its tables and plots anew."""
+    study, text = page.load(), page.PAGE.read_text()
+    assert page.written(text, study) == text
+    assert {name for _, name, _ in page.BLOCK.findall(text)} == set(page.TABLES)
+    for name, make in page.PLOTS.items():
+        assert f"({name}.svg)" in text
+        picture = (page.PAGE.parent / f"{name}.svg").read_text()
+        found = ElementTree.fromstring(picture)
+        assert found[1].text == page.description(make(study)), f"{name}.svg is of other results"
 
 
 def test_synsets_that_share_a_word_are_one_family() -> None:

@@ -273,6 +273,7 @@ def with_error_bars(
     *,
     x: str,
     y: str,
+    names: Sequence[str] = (),
     band: bool = False,
     note: str = "",
 ) -> Figure:
@@ -281,6 +282,7 @@ def with_error_bars(
     Args:
         series: By its name, (x, mean, standard deviation) of every point.
         x, y: What the axes show.
+        names: Of x = 0, 1, 2 and so on, where x is no number.
         band: Draw a band in place of bars.
     """
     traces: list[Trace] = []
@@ -300,7 +302,8 @@ def with_error_bars(
         hover = {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
         traces.append({**shown, "mode": "lines+markers", "y": means, "line": look, **error, **hover})
     ticks = sorted({point[0] for points in series.values() for point in points})
-    axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks], "title": {"text": x}}
+    texts = [_name(names[int(tick)]) if names else f"{tick:,.10g}" for tick in ticks]
+    axis = {"type": "linear" if names else "log", "tickvals": ticks, "ticktext": texts, "title": {"text": x}}
     layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
     return Figure(title, traces, layout, note)
 
