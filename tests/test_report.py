@@ -167,7 +167,14 @@ def test_parts_of_a_step_add_up_to_it(tmp_path):
     (figure,) = parts_of_step(grouped(read_runs([run])))
     seconds = {trace["name"]: trace["x"][0] for trace in figure.traces}
     assert seconds == pytest.approx({"waiting for data": 0.1, "towers": 0.2, "loss": 0.1, "rest": 0.1})
-    assert "Communication overlaps" in figure.note
+    assert figure.note == ""
+    waiting = {"train/communication_seconds": 0.05}
+    run = write_run(tmp_path / "ranks", [{**step_line(1), **waiting}])
+    (figure,) = parts_of_step(grouped(read_runs([run])))
+    seconds = {trace["name"]: trace["x"][0] for trace in figure.traces}
+    assert seconds["waiting for other ranks"] == pytest.approx(0.05)
+    assert seconds["rest"] == pytest.approx(0.05)
+    assert "overlaps" in figure.note
 
 
 def test_an_older_run_says_what_was_not_measured(tmp_path):

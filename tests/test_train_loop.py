@@ -5,7 +5,9 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 from megabatch import callers, cli
 from megabatch.train import checkpoint, control, loop
 from megabatch.train.costs import flops_per_sample, peak_flops
+from megabatch.train.encoding import Encoder
+from megabatch.train.objective import Objective
 from megabatch.train.towers import Towers
 from megabatch.train.towers.tiny import TinyTowers
 
@@ -469,6 +473,34 @@ def train_and_disagree(rank: int, group: object, folder: Path, words: list[str])
     except RuntimeError as error:
         (folder / f"said-{rank}").write_text(str(error))
         raise SystemExit(7) from None
+
+
+def train_on_a_slow_rank(rank: int, group: object, folder: Path, words: list[str]) -> None:
+    """Every rank is slow, and rank 1 is later than rank 0 for the loss, and with the gradients of its towers."""
+    objective, encode = Objective.__call__, Encoder.texts
+
+    def slow_loss(self: Objective, *args: Any) -> Any:
+        time.sleep(0.4 + rank)
+        return objective(self, *args)
+
+    def slow_texts(self: Encoder, tokens: torch.Tensor) -> torch.Tensor:
+        features = encode(self, tokens)
+        features.register_hook(lambda _: time.sleep(0.4 + 1.4 * rank))
+        return features
+
+    Objective.__call__, Encoder.texts = slow_loss, slow_texts
+    train_on_a_rank(rank, group, folder, words)
+
+
+def test_waiting_for_other_ranks_is_measured_apart(shapes, tmp_path):
+    words = ["train", "--logs", str(tmp_path), "--name", "run", "--train-data", shapes, *QUICK, "--steps", "1"]
+    assert run_apart(2, train_on_a_slow_rank, tmp_path, words) == [0, 0]
+    (values,) = steps(tmp_path / "run")
+    parts = {part: values[f"train/{part}_seconds"] for part in ("data", "towers", "loss", "communication")}
+    assert parts["loss"] >= 0.4
+    assert parts["towers"] >= 0.4
+    assert parts["communication"] > 1.7  # for both: 1.0 + 1.4, less what rank 0 is late by chance
+    assert sum(parts.values()) < values["train/step_seconds"]
 
 
 def test_ranks_that_disagree_on_a_step_end_the_run(shapes, tmp_path):

@@ -59,6 +59,7 @@ def same_but_for_time(run: Path) -> list[dict[str, float]]:
     """What the metrics say, without what the clock and the memory say."""
     clocks = {"train/step_seconds", "train/data_seconds", "train/samples_per_second", "train/memory_mib"}
     clocks |= {"train/tflops_per_second", "train/mfu", "train/towers_seconds", "train/loss_seconds"}
+    clocks |= {"train/communication_seconds"}
     lines = read_metrics(run / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
 

@@ -6,7 +6,7 @@ Every error says which function waited for which rank, at which step, and what t
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -31,6 +31,7 @@ Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and what each of them waits for
 
 _handshakes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # so far
+_observers: list[Callable[[bool], None]] = []  # of observed_waits
 
 
 class Ranks:
@@ -215,6 +216,8 @@ class Ranks:
 
     @contextmanager
     def _named_errors(self, peer: str) -> Iterator[None]:
+        for observer in _observers:
+            observer(False)
         try:
             yield
         except RuntimeError as error:
@@ -224,6 +227,18 @@ class Ranks:
                 f"torch reported: {said}. A rank has ended, does not answer or does not make this call; look for the "
                 "first one that stopped."
             ) from error
+        for observer in _observers:
+            observer(True)
+
+
+@contextmanager
+def observed_waits(observer: Callable[[bool], None]) -> Iterator[None]:
+    """Within it `observer(False)` is called before this process waits for other ranks, and `observer(True)` after."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 class refuse_together:

@@ -23,9 +23,10 @@ MOST_OTHERS = 40  # metrics that are not known here
 # Okabe and Ito's colours, which colour-blind readers can distinguish, as far as they can be seen on light and dark.
 COLOURS = ("#2583c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6fc1", "#7f8489")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PARTS = {"data": "waiting for data", "towers": "towers", "loss": "loss"}
+PARTS = {"data": "waiting for data", "towers": "towers", "loss": "loss", "communication": "waiting for other ranks"}
 REST = "rest"
-NOT_APART = "Towers, loss and communication were not measured apart in all of these runs; rest has what was not."
+NOT_APART = "Parts were not measured in all of these runs; rest has what was not."
+OVERLAPS = "Communication that overlaps with towers or loss is no waiting, and in their seconds."
 HOVER = "%{y:.5g} at %{x:,.6~g}<br>%{fullData.name}<extra></extra>"
 MEAN_HOVER = "%{y:.5g} ± %{customdata:.2g}"
 FEW = 50  # points, which are marked
@@ -53,6 +54,7 @@ METRICS = (
     (SPEED, r"train/data_seconds", "Seconds of a step waiting for data"),
     (SPEED, r"train/towers_seconds", "Seconds of a step in the towers"),
     (SPEED, r"train/loss_seconds", "Seconds of a step in the loss"),
+    (SPEED, r"train/communication_seconds", "Seconds of a step waiting for other ranks"),
     (SPEED, r"train/tflops_per_second", "TFLOP/s per rank"),
     (SPEED, r"train/mfu", "Model FLOPs utilization"),
     (SPEED, r"train/memory_mib", "Peak memory, MiB"),
@@ -260,7 +262,7 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
         if medians
     ]
     apart = all(label in seconds["towers"] for label in seconds[REST])
-    note = "Communication overlaps with towers and loss, and is not measured apart." if apart else NOT_APART
+    note = (OVERLAPS if seconds[PARTS["communication"]] else "") if apart else NOT_APART
     layout = {"barmode": "stack", "showlegend": True, "height": 120 + 28 * len(labels)}
     groups_axis = {"autorange": "reversed", "tickvals": list(range(len(labels))), "ticktext": labels}
     layout |= {"xaxis": {"title": {"text": "seconds"}}, "yaxis": groups_axis}

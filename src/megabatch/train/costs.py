@@ -34,6 +34,10 @@ class StepCosts:
         else:
             self._marks.append((part, time.perf_counter()))
 
+    def waited(self, is_over: bool) -> None:
+        """The loss is about to wait for other ranks, or has done so."""
+        self.mark("communication" if is_over else "loss")
+
     def _parts(self) -> Figures:
         """Once the step is done, and its loss was read: then all events have happened."""
         seconds: Figures = {}

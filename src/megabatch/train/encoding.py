@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch as mb
@@ -83,15 +86,27 @@ class Encoder(nn.Module):
         return cast(Tensor, mb.chunked(encoder, rows, device=device, **options))
 
 
-def make_encoder(towers: Towers, config: Config, world: World, *, texts_only: bool) -> nn.Module:
-    """To train with: compiled where that is asked for, with gradients that all ranks share."""
+def make_encoder(
+    towers: Towers, config: Config, world: World, gradients_ready: Callable[[], None], *, texts_only: bool
+) -> nn.Module:
+    """To train with: compiled where that is asked for, with gradients that all ranks share. On several of them
+    `gradients_ready` is called in the backward, the last time when this rank has all of its own."""
     options = config.optimization
     rows = min(options.chunk_size, -(-options.global_batch_size // world.size))
     encoder = Encoder(towers, rows, texts_only=texts_only)
     if config.model.torchcompile:
         for part in towers.compiled_parts():
             part.compile()
-    return encoder if world.group is None else DistributedDataParallel(encoder, gradient_as_bucket_view=True)
+    if world.group is None:
+        return encoder
+
+    def all_reduce(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+        gradients_ready()
+        return allreduce_hook(group, bucket)
+
+    parallel = DistributedDataParallel(encoder, gradient_as_bucket_view=True)
+    parallel.register_comm_hook(world.group, all_reduce)
+    return parallel
 
 
 def make_prepare(towers: Towers, config: Config, *, train: bool, cache: FeatureCache | None = None) -> Prepare:

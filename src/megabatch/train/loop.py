@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megabatch import __version__
 
+from ..distributed.ranks import observed_waits
 from ..distributed.world import World
 from . import checkpoint, optimization
 from .config import Config
@@ -128,7 +130,8 @@ class Trainer:
         """Until the last step, which returns 0, or until a signal asks to leave, which returns its number."""
         self.report = report
         introduce(self)
-        encoder = make_encoder(self.towers, self.config, self.world, texts_only=self.source.texts_only)
+        ready = partial(self.costs.mark, "towers")
+        encoder = make_encoder(self.towers, self.config, self.world, ready, texts_only=self.source.texts_only)
         self.towers.train()
         with leaving_when_asked() as asked, closing(self._batches()) as loaded:
             self._evaluate_and_save(leaving=False)  # what a run that was asked to leave has left undone
@@ -200,7 +203,8 @@ class Trainer:
         if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(optimization.stable_seed(self.config.run.seed, step, self.world.rank))
-            values = self._descend(encoder, batch)
+            with observed_waits(self.costs.waited):
+                values = self._descend(encoder, batch)
         facts = read_facts()
         if facts.unlisted:
             self.report.warn(f"step {step + 1}: skipped bad samples: {self.skips.write_new(self.world)}")
@@ -230,7 +234,8 @@ class Trainer:
         if self.cache is not None and batch.keys is not None and batch.known is not None:
             self.cache.put(batch.keys[~batch.known], features.first[~batch.known.to(features.first.device)])
         torch.autograd.backward(self.scaler.scale(loss))
-        self.costs.mark("towers")
+        # Since its last gradients were ready, a rank has waited for those of the others.
+        self.costs.mark("towers" if self.world.group is None else "communication")
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
