@@ -364,15 +364,16 @@ def run_all(study: Study, processes: int) -> None:
 
 
 def again(study: Study) -> int:
-    """The first cell that is done, with one of its seeds. Another CPU rounds differently, and training amplifies that
-    until runs differ as seeds do: the score must be where a run with another seed would be."""
-    done = scores(study.results)
-    found = ((cell, seed_scores(cell, study.grid, done)) for cell in study.cells())
-    cell, kept = next(((cell, by_seed) for cell, by_seed in found if len(by_seed) > 1), (None, {}))
-    if cell is None:
-        raise ValueError(f"study: {study.path} must have a cell with two seeds, has none. Run it first.")
-    seed, factor = study.grid["seeds"][0], best_factor(cell, study.grid, done)
-    assert factor is not None
+    """The cell that the grid names for it, at equal samples, with one of its seeds. Another CPU rounds differently, and
+    training amplifies that until runs differ as seeds do: the score must be where a run with another seed would be."""
+    done, cell = scores(study.results), study.cell("samples", *study.grid["again"])
+    seed, factor, kept = (
+        study.grid["seeds"][0],
+        best_factor(cell, study.grid, done),
+        seed_scores(cell, study.grid, done),
+    )
+    if factor is None or seed not in kept or len(kept) < 2:
+        raise ValueError(f"study: {study.path} must have two seeds of {cell}, has {len(kept)}. Run it first.")
     score = study.run(replace(cell, factor=factor, seed=seed))["figures"][SCORE]
     mean, std = statistics.mean(kept.values()), statistics.stdev(kept.values())
     farthest = SEEDS_APART * std * math.sqrt(1 + 1 / len(kept))

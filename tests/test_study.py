@@ -21,6 +21,7 @@ GRID: dict[str, Any] = {
     "datasets": {"icons": {"rate": 4e-3, "batches": [16, 64]}},
     "budgets": {"samples": {"icons": 128}},
     "rules_from": 16,
+    "again": ["icons", 16],
 }
 CELL = Job("icons", 64, 2, 0, 0)
 
@@ -131,6 +132,7 @@ def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
 def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learning rate and two seeds. What is done is not done again."""
     grid = {**GRID, "factors": [1], "width_of_grid": 64, "datasets": {"icons": {"rate": 4e-3, "batches": [64]}}}
+    grid |= {"rules_from": 64, "again": ["icons", 64]}
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
     paths = [f"--{name}={tmp_path / file}" for name, file in (("grid", "grid.yaml"), ("results", "kept/r.jsonl"))]
     arguments = [*paths, f"--folder={tmp_path}"]
