@@ -31,6 +31,7 @@ from typing import Any
 import yaml
 
 from . import wordnet
+from .wordnet import read_lines, write_lines
 
 HERE = Path(__file__).parent
 SCORE = "val/mean_recall"  # R@1, R@5 and R@10, both ways
@@ -212,10 +213,15 @@ class Study:
     def data(self, job: Job) -> list[str]:
         if job.dataset == "icons":
             return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
+        options = self.grid.get("variants", {}).get(job.variant, {})
         with self._making:
             train, held_out = wordnet.write(self.folder / "wordnet")
-            if self.grid.get("variants", {}).get(job.variant, {}).get("mined"):
-                train = self.folder / "wordnet" / "mined.jsonl"
+            if share := options.get("share"):
+                rows = read_lines(train)  # whose order is as good as random
+                train = train.with_name(f"train-{share}.jsonl")
+                write_lines(train, rows[: round(share * len(rows))])
+            if options.get("mined"):
+                train = train.with_name("mined.jsonl")
                 if not train.exists():
                     mine_negatives(self, train)
         return ["--train-data", str(train), "--val-data", str(held_out)]
@@ -246,7 +252,7 @@ class Study:
         with tempfile.TemporaryDirectory(prefix="megabatch-study-") as temporary:
             folder = keep or Path(temporary) / "run"
             ended, seconds = train(words, folder, self.ranks(job))
-            metrics = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+            metrics = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
         steps = [line for line in metrics if "train/loss" in line]
         figures = {name: value for line in metrics[-1:] for name, value in line.items() if name.startswith("val/")}
         if ended.returncode and "steps in a row taught nothing" not in ended.stderr:
@@ -261,10 +267,6 @@ class Study:
             "command": shlex.join(["megabatch", "train", *(word.replace(f"{self.folder}/", "") for word in words)]),
             **versions(),
         }
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def train(words: Sequence[str], folder: Path, ranks: int = 1) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -305,7 +307,7 @@ def mine_negatives(study: Study, path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed
     study.run(replace(cell, factor=factor, seed=study.grid["search"]), keep=folder)
     model = mb.load(folder)
-    rows = [json.loads(line) for line in (path.parent / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(path.with_name("train.jsonl"))
 
     def encoded(key: str) -> torch.Tensor:
         texts = [row[key] for row in rows]
@@ -316,10 +318,7 @@ def mine_negatives(study: Study, path: Path) -> None:
         _, nearest = mb.similarity_topk(encoded("query"), encoded("positive"), 2)
     own = torch.arange(len(rows))
     hardest = torch.where(nearest[:, 0] == own, nearest[:, 1], nearest[:, 0]).tolist()
-    part = path.with_suffix(".partial")
-    lines = (json.dumps({**row, "negatives": [rows[i]["positive"]]}) for row, i in zip(rows, hardest, strict=True))
-    part.write_text("\n".join(lines) + "\n")
-    part.replace(path)
+    write_lines(path, ({**row, "negatives": [rows[i]["positive"]]} for row, i in zip(rows, hardest, strict=True)))
 
 
 # ---- commands
@@ -338,7 +337,7 @@ def calibrate(study: Study, rounds: int = 5, enough: float = 30) -> None:
                 ended, _ = train(words, Path(folder) / "run")
                 if ended.returncode:
                     raise RuntimeError(f"study: calibration must end well, got:\n{ended.stderr[-2000:]}")
-                lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+                lines = read_lines(Path(folder) / "run" / "metrics.jsonl")
             seconds = [line["train/step_seconds"] for line in lines if "train/step_seconds" in line][1:]
             median = statistics.median(seconds)
             study.add({"calibration": [dataset, batch], "step_seconds": median, "steps": len(seconds), **versions()})

@@ -125,6 +125,7 @@ PLOTS: dict[str, Callable[[Study], Figure]] = {
     "siglip": variants_plot("siglip"),
     "duplicates": variants_plot("duplicates-kept"),
     "hard-negatives": variants_plot("infonce-mined"),
+    "data-size": variants_plot("eighth"),
     "methods": methods_plot,
 }
 

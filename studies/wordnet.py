@@ -13,8 +13,9 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 HELD_OUT = 0.05  # of the families
 
@@ -74,7 +75,7 @@ def split() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         members[family].append({"query": ", ".join(words), "positive": definition})
     largest = max(members, key=lambda family: len(members[family]))
     held = {family for family in members if family != largest and _fraction(family) < HELD_OUT}
-    sides = ([], [])
+    sides: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
     for family, rows in members.items():
         sides[family in held].extend(rows)
     for rows in sides:
@@ -91,10 +92,19 @@ def write(folder: Path) -> tuple[Path, Path]:
     paths = folder / "train.jsonl", folder / "held_out.jsonl"
     if not all(path.exists() for path in paths):
         for path, rows in zip(paths, split(), strict=True):
-            part = path.with_suffix(".partial")
-            part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            part.replace(path)
+            write_lines(path, rows)
     return paths
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> None:
+    """As JSON, at once."""
+    part = path.with_suffix(".partial")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.replace(path)
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 if __name__ == "__main__":

@@ -118,6 +118,17 @@ def test_budgets_that_give_a_batch_the_same_steps_share_its_runs(tmp_path: Path)
     assert study.cells() == study.batches("samples", "icons")
 
 
+def test_a_share_of_the_data_is_a_file_of_its_own(tmp_path: Path) -> None:
+    grid = {**GRID, "variants": {"tenth": {"datasets": ["wordnet"], "batches": [64], "share": 0.1}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    job = replace(CELL, dataset="wordnet")
+    whole, part = ((study.data(each)[1], study.data(each)[3]) for each in (job, replace(job, variant="tenth")))
+    assert whole[1] == part[1]  # what is held out
+    lines, some = (Path(path).read_text().splitlines() for path in (whole[0], part[0]))
+    assert some == lines[: round(len(lines) / 10)]
+
+
 def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
     grid = {**GRID, "budgets": {"seconds": {"icons": 60}}}
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
