@@ -26,12 +26,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from . import wordnet
 from .wordnet import read_lines, write_lines
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HERE = Path(__file__).parent
 SCORE = "val/mean_recall"  # R@1, R@5 and R@10, both ways
@@ -70,32 +73,45 @@ def scores(results: Sequence[Result]) -> dict[Job, float]:
 
 
 def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
-    """Scores of learning rates of a cell, by factor."""
-    return {
+    """Scores of the learning rates of a cell's search, by factor. A rule may have had others."""
+    found = {
         job.factor: score
         for job, score in done.items()
         if replace(job, factor=0, seed=0) == cell and job.seed == grid["search"]
     }
+    away = {factor: math.log(factor / grid["factors"][0], grid["width_of_grid"]) for factor in found}
+    return {factor: score for factor, score in sorted(found.items()) if abs(away[factor] - round(away[factor])) < 1e-6}
+
+
+def search(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
+    """Learning rates that are to be tried next: those of the grid, then the neighbours of the best."""
+    found, ratio = tried(cell, grid, done), grid["width_of_grid"]
+    factors = [factor for factor in grid["factors"] if factor not in found]
+    if not factors:
+        best = _best(found)
+        factors = [factor for factor in (best / ratio, best * ratio) if factor not in found]
+    return [replace(cell, factor=each, seed=grid["search"]) for each in factors if 1 / FURTHEST <= each <= FURTHEST]
+
+
+def _best(found: dict[float, float]) -> float:
+    return max(found, key=lambda factor: (found[factor], -factor))
+
+
+def best_factor(cell: Job, grid: Grid, done: dict[Job, float]) -> float | None:
+    """Of the learning rates, once they have all been tried; of those of another variant, where the grid says so."""
+    options = grid.get("variants", {}).get(cell.variant, {})
+    cell = replace(cell, variant=options.get("rate_of", cell.variant))
+    return None if search(cell, grid, done) else _best(tried(cell, grid, done))
 
 
 def left_of(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
     """The jobs of a cell that can be said now: learning rates first, then seeds of the best."""
-    found = tried(cell, grid, done)
-    if missing := [factor for factor in grid["factors"] if factor not in found]:
-        return [replace(cell, factor=factor, seed=grid["search"]) for factor in missing]
-    best, ratio = max(found, key=lambda factor: (found[factor], -factor)), grid["width_of_grid"]
-    beyond = {min(found): best / ratio, max(found): best * ratio}.get(best)
-    if beyond is not None and 1 / FURTHEST <= beyond <= FURTHEST:
-        return [replace(cell, factor=beyond, seed=grid["search"])]
-    jobs = [replace(cell, factor=best, seed=seed) for seed in grid["seeds"]]
+    factor = best_factor(cell, grid, done)
+    if factor is None:
+        searched = "rate_of" not in grid.get("variants", {}).get(cell.variant, {})
+        return search(cell, grid, done) if searched else []
+    jobs = [replace(cell, factor=factor, seed=seed) for seed in grid["seeds"]]
     return [job for job in jobs if job not in done]
-
-
-def best_factor(cell: Job, grid: Grid, done: dict[Job, float]) -> float | None:
-    """Of the learning rates, once they have all been tried."""
-    found = tried(cell, grid, done)
-    unfinished = any(job.seed == grid["search"] for job in left_of(cell, grid, done))
-    return None if unfinished else max(found, key=lambda factor: (found[factor], -factor))
 
 
 def seed_scores(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[int, float]:
@@ -122,7 +138,7 @@ class Study:
         self.results: list[Result] = [json.loads(line) for line in lines]
         if unfinished:  # of a study that was killed
             results.write_text("".join(f"{line}\n" for line in lines))
-        self._making = threading.Lock()  # of data
+        self._making = threading.RLock()  # of data, which a model may have to be trained for
 
     def add(self, result: Result) -> None:
         self.results.append(result)
@@ -217,13 +233,11 @@ class Study:
         with self._making:
             train, held_out = wordnet.write(self.folder / "wordnet")
             if share := options.get("share"):
-                rows = read_lines(train)  # whose order is as good as random
-                train = train.with_name(f"train-{share}.jsonl")
-                write_lines(train, rows[: round(share * len(rows))])
-            if options.get("mined"):
-                train = train.with_name("mined.jsonl")
+                train = write_share(train, share)
+            if kind := options.get("negatives"):
+                train = train.with_name(f"{kind}.jsonl")
                 if not train.exists():
-                    mine_negatives(self, train)
+                    write_negatives(self, train, kind)
         return ["--train-data", str(train), "--val-data", str(held_out)]
 
     def words(self, job: Job) -> list[str]:
@@ -234,6 +248,7 @@ class Study:
             "--chunk-size": min(CHUNK, job.batch),
             "--steps": job.steps,
             "--lr": self.rate(job),
+            "--warmup": self.warmup(job),
             "--seed": job.seed,
             "--val-frequency": 0,
             "--save-frequency": 0,
@@ -242,6 +257,11 @@ class Study:
         flags = self.grid.get("variants", {}).get(job.variant, {}).get("flags", [])
         dense = ["--dense-loss"] if job.method == "dense" else []
         return [*self.data(job), *(str(word) for option in options.items() for word in option), *flags, *dense]
+
+    def warmup(self, job: Job) -> int:
+        """The same share of all steps, but two where there are few: one would be at the full rate."""
+        share = self.grid.get("variants", {}).get(job.variant, {}).get("warmup", 0.1)
+        return max(2, math.floor(share * job.steps))
 
     def ranks(self, job: Job) -> int:
         return int(self.grid["exactness"]["methods"][job.method]) if job.method != "megabatch" else 1
@@ -289,25 +309,46 @@ def versions() -> dict[str, str]:
     return {"commit": commit, "torch": version("torch"), "date": time.strftime("%Y-%m-%d")}
 
 
-def mine_negatives(study: Study, path: Path) -> None:
-    """Each query with the definition that a trained model finds best, of those that are not its own."""
+def write_share(train: Path, share: float) -> Path:
+    """Of the pairs, whose order is as good as random."""
+    path = train.with_name(f"share-{share}.jsonl")
+    if not path.exists():
+        rows = read_lines(train)
+        write_lines(path, rows[: round(share * len(rows))])
+    return path
+
+
+def write_negatives(study: Study, path: Path, kind: str) -> None:
+    """Each query with a definition that is not its own: the one that a trained model finds best, or a random one."""
+    import torch
+
+    rows = read_lines(path.with_name("train.jsonl"))
+    own = torch.arange(len(rows))
+    if kind == "mined":
+        nearest = nearest_definitions(study, rows)
+        others = torch.where(nearest[:, 0] == own, nearest[:, 1], nearest[:, 0])
+    else:
+        torch.manual_seed(0)
+        others = (own + torch.randint(1, len(rows), (len(rows),))) % len(rows)
+    negatives = ([rows[other]["positive"]] for other in others.tolist())
+    write_lines(path, ({**row, "negatives": each} for row, each in zip(rows, negatives, strict=True)))
+
+
+def nearest_definitions(study: Study, rows: Sequence[dict[str, str]]) -> "Tensor":
+    """Two for each query, as the best model of batch 1024 finds them: `similarity_topk`."""
     import torch
     from torch.nn.functional import normalize
 
     import megabatch as mb
 
-    done = scores(study.results)
     cell = study.cell("samples", "wordnet", 1024)
-    factor = best_factor(cell, study.grid, done)
+    factor = best_factor(cell, study.grid, scores(study.results))
     if factor is None:
-        raise ValueError(
-            "study: negatives must be mined with a trained model, and batch 1024 is not done. Run it first."
-        )
+        raise ValueError("study: negatives must be mined with a model of batch 1024, which is not done. Run it first.")
     folder = study.folder / "miner"
     shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed
     study.run(replace(cell, factor=factor, seed=study.grid["search"]), keep=folder)
     model = mb.load(folder)
-    rows = read_lines(path.with_name("train.jsonl"))
 
     def encoded(key: str) -> torch.Tensor:
         texts = [row[key] for row in rows]
@@ -315,10 +356,7 @@ def mine_negatives(study: Study, path: Path) -> None:
         return normalize(torch.cat(parts), dim=1)
 
     with torch.no_grad():
-        _, nearest = mb.similarity_topk(encoded("query"), encoded("positive"), 2)
-    own = torch.arange(len(rows))
-    hardest = torch.where(nearest[:, 0] == own, nearest[:, 1], nearest[:, 0]).tolist()
-    write_lines(path, ({**row, "negatives": [rows[i]["positive"]]} for row, i in zip(rows, hardest, strict=True)))
+        return mb.similarity_topk(encoded("query"), encoded("positive"), 2)[1]
 
 
 # ---- commands

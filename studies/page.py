@@ -124,7 +124,7 @@ PLOTS: dict[str, Callable[[Study], Figure]] = {
     **{f"rules-{dataset}": rules_plot(dataset) for dataset in ("wordnet", "icons")},
     "siglip": variants_plot("siglip"),
     "duplicates": variants_plot("duplicates-kept"),
-    "hard-negatives": variants_plot("infonce-mined"),
+    "hard-negatives": variants_plot("mined-negatives"),
     "data-size": variants_plot("eighth"),
     "methods": methods_plot,
 }

@@ -1,6 +1,7 @@
 """The study of batch sizes: which runs are left, the split of WordNet, and the pipeline on a grid of its own."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,26 @@ def test_the_search_goes_on_while_the_best_learning_rate_is_at_an_end(
     assert [job.seed for job in left_of(CELL, GRID, further)] == [1, 2]
 
 
+def test_rates_of_a_rule_do_not_end_the_search() -> None:
+    values = {0.5: 0.1, 1: 0.2, 8: 0.05, 1 / math.sqrt(2): 0.9}
+    assert left_of(CELL, GRID, found(values)) == [replace(CELL, factor=2)]
+
+
+def test_a_variant_may_have_the_learning_rate_of_another() -> None:
+    grid = {**GRID, "variants": {"kept": {"rate_of": "clip"}}}
+    cell = replace(CELL, variant="kept")
+    assert left_of(cell, grid, {}) == []
+    done = found({0.5: 0.1, 1: 0.9, 2: 0.3})
+    assert left_of(cell, grid, done) == [replace(cell, factor=1, seed=seed) for seed in (1, 2)]
+
+
+def test_warm_up_is_a_share_of_the_steps_but_not_less_than_two(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "variants": {"long": {"warmup": 0.25}}}))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+    assert [study.warmup(replace(CELL, steps=steps)) for steps in (4096, 64, 16, 8)] == [409, 6, 2, 2]
+    assert study.warmup(replace(CELL, steps=16, variant="long")) == 4
+
+
 def test_the_search_ends_somewhere() -> None:
     rising = {2.0**power: power / 10 + 0.2 for power in range(-1, 6)}
     assert max(rising) == batch_size.FURTHEST
@@ -78,9 +99,11 @@ def test_the_grid_of_the_repository_has_what_the_page_speaks_of() -> None:
     assert len(grid["factors"]) >= 4
     assert len(grid["seeds"]) >= 5
     assert grid["search"] not in grid["seeds"]
-    for options in grid["datasets"].values():
-        assert options["batches"][0] == 64
-        assert options["batches"][-1] >= 32768
+    batches = {dataset: options["batches"] for dataset, options in grid["datasets"].items()}
+    assert {name: (some[0], some[-1]) for name, some in batches.items()} == {
+        "wordnet": (64, 32768),
+        "icons": (64, 16384),
+    }
 
 
 def test_rules_for_the_learning_rate_are_run_where_the_search_was_not(tmp_path: Path) -> None:
@@ -127,6 +150,29 @@ def test_a_share_of_the_data_is_a_file_of_its_own(tmp_path: Path) -> None:
     assert whole[1] == part[1]  # what is held out
     lines, some = (Path(path).read_text().splitlines() for path in (whole[0], part[0]))
     assert some == lines[: round(len(lines) / 10)]
+
+
+def test_negatives_are_mined_with_a_trained_model_or_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"query": f"word {number}", "positive": f"what number {number} means"} for number in range(96)]
+    monkeypatch.setattr(wordnet, "split", lambda: (rows, rows[:16]))
+    flags = ["--loss", "infonce"]
+    variants = {
+        kind: {"datasets": [], "batches": [], "flags": flags, "negatives": kind} for kind in ("mined", "random")
+    }
+    grid = {**GRID, "variants": variants, "factors": [1], "width_of_grid": 64}
+    grid |= {"datasets": {"wordnet": {"rate": 4e-3, "batches": [16]}}, "budgets": {"samples": {"wordnet": 2048}}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    job = Job("wordnet", 16, 1, 1, 1, "mined")
+    with pytest.raises(ValueError, match="which is not done"):
+        study.run(job)
+    study.results += results_of(study.cell("samples", "wordnet", 1024), {1: 0.5}, {})
+    for kind in ("mined", "random"):
+        assert study.run(replace(job, variant=kind))["steps"] == 1
+        written = wordnet.read_lines(tmp_path / "wordnet" / f"{kind}.jsonl")
+        assert [{name: row[name] for name in ("query", "positive")} for row in written] == rows
+        assert all(row["negatives"][0].startswith("what") for row in written)
+        assert not any(row["negatives"] == [row["positive"]] for row in written)
 
 
 def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
