@@ -6,9 +6,9 @@ build/study/batch-size.html and, by Chromium, as one SVG each. A test fails if t
 
 import re
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,35 +19,34 @@ from megabatch.report.page import Section, render
 from tools.browser import Browser
 from tools.tables import markdown
 
-from .batch_size import HERE, Job, Study, best_factor, scores, seed_scores, tried
+from .batch_size import GRID, HERE, RESULTS
+from .study import Job, Study, best_factor, scores, seed_scores, tried
 
 PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds of training"}
 BATCH, RECALL = "batch", "mean recall, %"
 
-Points = list[tuple[float, float, float]]  # x, mean, standard deviation
+Points = list[tuple[float | str, float, float | None]]  # x, mean, standard deviation
 
 
-def load(results: Path = HERE / "results" / "batch_size.jsonl", grid: Path = HERE / "batch_size.yaml") -> Study:
-    return Study(grid, results, Path("build/study").resolve())
-
-
-def spread_of(cell: Job, study: Study) -> tuple[float, float] | None:
-    """Mean and standard deviation in percent, once all seeds are done."""
-    found = list(seed_scores(cell, study.grid, scores(study.results)).values())
-    if len(found) < len(study.grid["seeds"]):
-        return None
-    return 100 * statistics.mean(found), 100 * statistics.stdev(found)
+def load() -> Study:
+    return Study(GRID, RESULTS)
 
 
 def points(cells: Sequence[Job], study: Study) -> Points:
-    return [(cell.batch, *spread) for cell in cells if (spread := spread_of(cell, study))]
+    """Of the cells that are done, in percent."""
+    done = scores(study.results)
+    found = {cell.batch: list(seed_scores(cell, study.grid, done).values()) for cell in cells}
+    return [
+        (batch, 100 * statistics.mean(values), 100 * statistics.stdev(values))
+        for batch, values in found.items()
+        if values
+    ]
 
 
-def plot(title: str, series: dict[str, Points], x: str = BATCH, note: str = "", names: Sequence[str] = ()) -> Figure:
-    drawn = {name: some for name, some in series.items() if some}
-    return with_error_bars(title, drawn, x=x, y=RECALL, names=names, note=note)
+def plot(title: str, series: dict[str, Points], x: str = BATCH, note: str = "") -> Figure:
+    return with_error_bars(title, {name: some for name, some in series.items() if some}, x=x, y=RECALL, note=note)
 
 
 # ---- plots
@@ -69,7 +68,7 @@ def rates_plot(dataset: str) -> Callable[[Study], Figure]:
         done = scores(study.results)
         series = {
             f"batch {cell.batch:,}": [
-                (factor, 100 * score, 0.0) for factor, score in sorted(tried(cell, study.grid, done).items())
+                (factor, 100 * score, None) for factor, score in tried(cell, study.grid, done).items()
             ]
             for cell in study.batches("samples", dataset)
         }
@@ -87,45 +86,44 @@ def rules_plot(dataset: str) -> Callable[[Study], Figure]:
         series = {"best rate of each batch": points(study.batches("samples", dataset), study)}
         names = {"square root": f"square-root rule from {start}", "fixed": f"rate of {start} for all"}
         for rule, jobs in study.rules(dataset, done).items():
-            series[names[rule]] = [(job.batch, 100 * done[job], 0.0) for job in jobs if job in done]
+            series[names[rule]] = [(job.batch, 100 * done[job], None) for job in jobs if job in done]
         note = "Five seeds of the best rate; one run for each point of the rules."
         return plot(f"Rules for the learning rate, {dataset}, equal samples seen", series, note=note)
 
     return figure
 
 
-def variants_plot(*variants: str) -> Callable[[Study], Figure]:
+def variants_plot(title: str, variant: str) -> Callable[[Study], Figure]:
     def figure(study: Study) -> Figure:
-        series: dict[str, Points] = {}
+        cells: dict[str, list[Job]] = {}
         for cell, against in study.variants():
-            if cell.variant in variants:
+            if cell.variant == variant:
                 for each in (against, cell):
-                    if spread := spread_of(each, study):
-                        series.setdefault(f"{each.dataset}, {each.variant}", []).append((each.batch, *spread))
-        return plot(f"{' and '.join(variants)}, equal samples seen", series)
+                    cells.setdefault(f"{each.dataset}, {each.variant}", []).append(each)
+        return plot(f"{title}, equal samples seen", {name: points(some, study) for name, some in cells.items()})
 
     return figure
 
 
 def methods_plot(study: Study) -> Figure:
     done = scores(study.results)
-    methods = study.methods(done)
     series: dict[str, Points] = {}
-    for place, jobs in enumerate(methods.values()):
+    for method, jobs in study.methods(done).items():
         for job in jobs:
             if job in done:
-                series.setdefault(f"seed {job.seed}", []).append((place, 100 * done[job], 0.0))
-    return plot("One setting, four ways to compute the loss", series, "method", names=list(methods))
+                series.setdefault(f"seed {job.seed}", []).append((method, 100 * done[job], None))
+    return plot("One setting, four ways to compute the loss", series, "method")
 
 
 PLOTS: dict[str, Callable[[Study], Figure]] = {
     **{f"equal-{budget}": budget_plot(budget) for budget in BUDGETS},
     **{f"rates-{dataset}": rates_plot(dataset) for dataset in ("wordnet", "icons")},
     **{f"rules-{dataset}": rules_plot(dataset) for dataset in ("wordnet", "icons")},
-    "siglip": variants_plot("siglip"),
-    "duplicates": variants_plot("duplicates-kept"),
-    "hard-negatives": variants_plot("mined-negatives"),
-    "data-size": variants_plot("eighth"),
+    "siglip": variants_plot("CLIP and SigLIP", "siglip"),
+    "duplicates": variants_plot("Duplicates masked or not", "duplicates-kept"),
+    "hard-negatives": variants_plot("Random and mined negatives", "mined-negatives"),
+    "warm-up": variants_plot("Warm-up of a tenth and of a quarter", "long-warm-up"),
+    "data-size": variants_plot("All pairs and an eighth of them", "eighth"),
     "methods": methods_plot,
 }
 
@@ -134,9 +132,13 @@ def description(figure: Figure) -> str:
     """Its values, for who cannot see it, and to tell one of other results."""
     lines = []
     for trace in figure.traces:
-        bars = trace["error_y"]["array"]
-        values = zip(trace["x"], trace["y"], bars, strict=True)
-        lines.append(f"{trace['name']}: " + ", ".join(f"{x:,.10g}: {y:.2f} ± {bar:.2f}" for x, y, bar in values))
+        deviations = trace.get("customdata") or [None] * len(trace["x"])
+        texts = [
+            f"{x if isinstance(x, str) else f'{x:,.10g}'}: {y:.2f}"
+            + ("" if deviation is None else f" ± {deviation:.2f}")
+            for x, y, deviation in zip(trace["x"], trace["y"], deviations, strict=True)
+        ]
+        lines.append(f"{trace['name']}: " + ", ".join(texts))
     return ". ".join(lines)
 
 
@@ -153,7 +155,7 @@ def batches_table(budget: str) -> Callable[[Study], str]:
             before: dict[int, float] = {}
             for cell in study.batches(budget, dataset):
                 found, factor = seed_scores(cell, study.grid, done), best_factor(cell, study.grid, done)
-                if factor is not None and len(found) == len(study.grid["seeds"]):
+                if factor is not None and found:
                     rate = study.rate(replace(cell, factor=factor))
                     row = [f"{cell.batch:,}", f"{cell.steps:,}", f"{rate:.2g}", f"{factor:g}", spread(found)]
                     body.append([dataset, *row, paired(before, found)])
@@ -169,7 +171,7 @@ def variants_table(study: Study) -> str:
     body = []
     for cell, against in study.variants():
         found, base = (seed_scores(each, study.grid, done) for each in (cell, against))
-        if len(found) > 1 and len(base) > 1:
+        if found and base:
             names = [f"{cell.dataset}, {cell.batch:,}", cell.variant, spread(found)]
             body.append([*names, against.variant, spread(base), paired(base, found)])
     return markdown(["dataset, batch", "", RECALL, "against", RECALL, "difference"], body)
@@ -230,21 +232,18 @@ def draw(study: Study, html: Path, pictures: Path) -> None:
     figures = {name: figure for name, make in PLOTS.items() if (figure := make(study)).traces}
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(render("Does a larger batch help?", [Section("Plots", figures=list(figures.values()))]))
-    with tempfile.TemporaryDirectory() as profile:
-        browser = Browser(Path(profile))
+    with tempfile.TemporaryDirectory() as profile, closing(Browser(Path(profile))) as browser:
         browser.open(html, width=1600)
         for place, (name, figure) in enumerate(figures.items()):
             svg = browser.svg(f"plot-0-{place}", title=figure.title, description=description(figure))
             (pictures / f"{name}.svg").write_text(svg)
-        browser.close()
 
 
-def main(_: Sequence[str]) -> int:
+def main() -> None:
     study = load()
     PAGE.write_text(written(PAGE.read_text(), study))
-    draw(study, study.folder / "batch-size.html", PAGE.parent)
-    return 0
+    draw(study, Path("build/study/batch-size.html"), PAGE.parent)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

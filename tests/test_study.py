@@ -2,16 +2,22 @@
 
 import json
 import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import yaml
 
 from studies import batch_size, page, wordnet
-from studies.batch_size import SCORE, Job, Study, best_factor, left_of, scores, seed_scores
+from studies.runs import Runner, command_of
+from studies.study import FURTHEST, SCORE, Job, Study, best_factor, left_of, scores, seed_scores
 
 GRID: dict[str, Any] = {
     "model": "tiny",
@@ -25,6 +31,17 @@ GRID: dict[str, Any] = {
     "again": ["icons", 16],
 }
 CELL = Job("icons", 64, 2, 0, 0)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Study]:
+    """A study with the grid above, but for some entries."""
+
+    def study(**changes: Any) -> Study:
+        (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, **changes}))
+        return Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl")
+
+    return study
 
 
 def found(values: dict[float, float], seed: int = 0) -> dict[Job, float]:
@@ -60,28 +77,29 @@ def test_a_variant_may_have_the_learning_rate_of_another() -> None:
     assert left_of(cell, grid, done) == [replace(cell, factor=1, seed=seed) for seed in (1, 2)]
 
 
-def test_warm_up_is_a_share_of_the_steps_but_not_less_than_two(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "variants": {"long": {"warmup": 0.25}}}))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
-    assert [study.warmup(replace(CELL, steps=steps)) for steps in (4096, 64, 16, 8)] == [409, 6, 2, 2]
-    assert study.warmup(replace(CELL, steps=16, variant="long")) == 4
+def test_warm_up_is_a_share_of_the_steps_but_not_less_than_two(make: Callable[..., Study]) -> None:
+    study = make(variants={"long": {"warmup": 0.25}})
+    runner = Runner(study, Path())
+    assert [runner.warmup(replace(CELL, steps=steps)) for steps in (4096, 64, 16, 8)] == [409, 6, 2, 2]
+    assert runner.warmup(replace(CELL, steps=16, variant="long")) == 4
 
 
 def test_the_search_ends_somewhere() -> None:
     rising = {2.0**power: power / 10 + 0.2 for power in range(-1, 6)}
-    assert max(rising) == batch_size.FURTHEST
+    assert max(rising) == FURTHEST
     assert [job.seed for job in left_of(CELL, GRID, found(rising))] == [1, 2]
 
 
 def test_the_seed_that_chose_the_learning_rate_is_not_in_the_mean() -> None:
     searched = found({0.5: 0.1, 1: 0.9, 2: 0.3})
     done = {**searched, **found({1: 0.4}, seed=1)}
-    assert seed_scores(CELL, GRID, done) == {1: 0.4}
     assert [job.seed for job in left_of(CELL, GRID, done)] == [2]
+    assert seed_scores(CELL, GRID, done) == {}  # until all are done
+    assert seed_scores(CELL, GRID, {**done, **found({1: 0.6}, seed=2)}) == {1: 0.4, 2: 0.6}
 
 
 def test_runs_that_diverged_found_nothing() -> None:
-    nan = {"job": asdict(replace(CELL, factor=1)), "figures": {SCORE: float("nan")}}
+    nan = {"job": asdict(replace(CELL, factor=1)), "figures": {SCORE: "nan"}}
     none = {"job": asdict(replace(CELL, factor=2)), "figures": {}}
     assert list(scores([nan, none, {"calibration": ["icons", 64], "step_seconds": 1.0}]).values()) == [0.0, 0.0]
 
@@ -106,9 +124,8 @@ def test_the_grid_of_the_repository_has_what_the_page_speaks_of() -> None:
     }
 
 
-def test_rules_for_the_learning_rate_are_run_where_the_search_was_not(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+def test_rules_for_the_learning_rate_are_run_where_the_search_was_not(make: Callable[..., Study]) -> None:
+    study = make()
     start = replace(CELL, batch=16, steps=8)
     study.results += results_of(start, {0.5: 0.1, 1: 0.3, 2: 0.4, 4: 0.1}, {})
     assert study.left()[:2] == [replace(CELL, factor=2), replace(CELL, factor=1)]  # square root, fixed
@@ -117,68 +134,66 @@ def test_rules_for_the_learning_rate_are_run_where_the_search_was_not(tmp_path: 
     assert [study.rate(job) for job in rules["square root"]] == [1e-3, 2e-3]
 
 
-def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
+def test_a_line_that_was_cut_off_by_a_kill_is_dropped(make: Callable[..., Study], tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"a": 1}\n{"b": ')
-    study = Study(tmp_path / "grid.yaml", path, tmp_path)
+    study = make()
+    assert study.results == [{"a": 1}]
+    assert path.read_text() == '{"a": 1}\n{"b": '  # reading does not write
     study.add({"c": 3})
-    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
+    study.add({"d": 4})
+    assert path.read_text() == '{"a": 1}\n{"c": 3}\n{"d": 4}\n'
 
 
-def test_learning_rates_follow_the_square_root_rule(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+def test_learning_rates_follow_the_square_root_rule(make: Callable[..., Study]) -> None:
+    study = make()
     assert study.rate(replace(CELL, factor=2, batch=4096)) == pytest.approx(4e-3 * 2 * 2)
 
 
-def test_budgets_that_give_a_batch_the_same_steps_share_its_runs(tmp_path: Path) -> None:
-    grid = {**GRID, "budgets": {"samples": {"icons": 128}, "updates": {"icons": 2}}, "cut": [["updates", "icons", 16]]}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+def test_budgets_that_give_a_batch_the_same_steps_share_its_runs(make: Callable[..., Study]) -> None:
+    study = make(budgets={"samples": {"icons": 128}, "updates": {"icons": 2}}, cut=[["updates", "icons", 16]])
     assert study.batches("samples", "icons") == [replace(CELL, batch=16, steps=8), CELL]
     assert study.batches("updates", "icons") == [CELL]
     assert study.cells() == study.batches("samples", "icons")
 
 
-def test_a_share_of_the_data_is_a_file_of_its_own(tmp_path: Path) -> None:
-    grid = {**GRID, "variants": {"tenth": {"datasets": ["wordnet"], "batches": [64], "share": 0.1}}}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+def test_a_share_of_the_data_is_a_file_of_its_own(make: Callable[..., Study], tmp_path: Path) -> None:
+    study = make(variants={"tenth": {"datasets": ["wordnet"], "batches": [64], "share": 0.1}})
     job = replace(CELL, dataset="wordnet")
-    whole, part = ((study.data(each)[1], study.data(each)[3]) for each in (job, replace(job, variant="tenth")))
+    whole, part = (
+        (words[1], words[3]) for words in map(Runner(study, tmp_path).data, (job, replace(job, variant="tenth")))
+    )
     assert whole[1] == part[1]  # what is held out
     lines, some = (Path(path).read_text().splitlines() for path in (whole[0], part[0]))
     assert some == lines[: round(len(lines) / 10)]
 
 
-def test_negatives_are_mined_with_a_trained_model_or_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negatives_are_mined_with_a_trained_model_or_random(
+    make: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"query": f"word {number}", "positive": f"what number {number} means"} for number in range(96)]
     monkeypatch.setattr(wordnet, "split", lambda: (rows, rows[:16]))
     flags = ["--loss", "infonce"]
     variants = {
         kind: {"datasets": [], "batches": [], "flags": flags, "negatives": kind} for kind in ("mined", "random")
     }
-    grid = {**GRID, "variants": variants, "factors": [1], "width_of_grid": 64}
-    grid |= {"datasets": {"wordnet": {"rate": 4e-3, "batches": [16]}}, "budgets": {"samples": {"wordnet": 2048}}}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    data = {"datasets": {"wordnet": {"rate": 4e-3, "batches": [16]}}, "budgets": {"samples": {"wordnet": 2048}}}
+    study = make(variants=variants, factors=[1], width_of_grid=64, **data)
+    runner = Runner(study, tmp_path)
     job = Job("wordnet", 16, 1, 1, 1, "mined")
     with pytest.raises(ValueError, match="which is not done"):
-        study.run(job)
+        runner.run(job)
     study.results += results_of(study.cell("samples", "wordnet", 1024), {1: 0.5}, {})
     for kind in ("mined", "random"):
-        assert study.run(replace(job, variant=kind))["steps"] == 1
+        assert runner.run(replace(job, variant=kind))["steps"] == 1
         written = wordnet.read_lines(tmp_path / "wordnet" / f"{kind}.jsonl")
         assert [{name: row[name] for name in ("query", "positive")} for row in written] == rows
         assert all(row["negatives"][0].startswith("what") for row in written)
         assert not any(row["negatives"] == [row["positive"]] for row in written)
 
 
-def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
-    grid = {**GRID, "budgets": {"seconds": {"icons": 60}}}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+def test_equal_seconds_need_a_calibration(make: Callable[..., Study]) -> None:
+    study = make(budgets={"seconds": {"icons": 60}})
     with pytest.raises(ValueError, match="must be calibrated first"):
         study.cell("seconds", "icons", 64)
     for seconds in (0.5, 0.4, 2.0):  # the median counts
@@ -186,48 +201,95 @@ def test_equal_seconds_need_a_calibration(tmp_path: Path) -> None:
     assert study.cell("seconds", "icons", 64).steps == 120
 
 
-def test_the_pipeline_on_a_grid_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pipeline_on_a_grid_of_its_own(
+    make: Callable[..., Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A learning rate and two seeds. What is done is not done again."""
-    grid = {**GRID, "factors": [1], "width_of_grid": 64, "datasets": {"icons": {"rate": 4e-3, "batches": [64]}}}
-    grid |= {"rules_from": 64, "again": ["icons", 64]}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    paths = [f"--{name}={tmp_path / file}" for name, file in (("grid", "grid.yaml"), ("results", "kept/r.jsonl"))]
-    arguments = [*paths, f"--folder={tmp_path}"]
-    study = Study(tmp_path / "grid.yaml", tmp_path / "kept" / "r.jsonl", tmp_path)
+    data = {"icons": {"rate": 4e-3, "batches": [64]}}
+    study = make(factors=[1], width_of_grid=64, datasets=data, rules_from=64, again=["icons", 64])
+    arguments = [f"--grid={tmp_path / 'grid.yaml'}", f"--results={study.path}", f"--folder={tmp_path}"]
     first = study.left()[0]
-    study.add({**study.run(first), "kept": True})
+    study.add({**Runner(study, tmp_path).run(first), "kept": True})
     assert batch_size.main(["run", *arguments]) == 0
     lines = [json.loads(line) for line in study.path.read_text().splitlines()]
     assert {Job(**line["job"]) for line in lines} == {replace(first, seed=seed) for seed in (0, 1, 2)}
     assert len(lines) == 3
     assert [line for line in lines if line.get("kept")] == lines[:1]
     assert all(line["steps"] == 2 and 0 < line["figures"][SCORE] < 1 for line in lines)
-    assert all("--global-batch-size 64" in line["command"] for line in lines)
+    assert all(line["command"].startswith("OMP_NUM_THREADS=1 megabatch train") for line in lines)
+    assert all(line["torch"] == torch.__version__ and "commit" in line for line in lines)
     assert not any(str(tmp_path) in line["command"] for line in lines)
     assert batch_size.main(["again", *arguments]) == 0
     assert "They agree" in capsys.readouterr().out
 
 
 def test_a_cell_that_comes_out_differently_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "factors": [1], "width_of_grid": 64}))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
-    for seed, score in enumerate((0.5, 0.49, 0.51)):
+    study = make(factors=[1], width_of_grid=64, seeds=[1, 2, 3, 4, 5])
+    for seed, score in enumerate((0.5, 0.49, 0.51, 0.5, 0.49, 0.5)):
         study.add({"job": asdict(replace(CELL, batch=16, steps=8, factor=1, seed=seed)), "figures": {SCORE: score}})
-    for score, code in ((0.47, 0), (0.3, 1)):
-        monkeypatch.setattr(Study, "run", lambda self, job, score=score: {"figures": {SCORE: score}})
+    for score, code in ((0.47, 0), (0.44, 1)):
+        monkeypatch.setattr(Runner, "run", lambda self, job, score=score: {"figures": {SCORE: score}})
         assert (
             batch_size.main(["again", f"--grid={tmp_path / 'grid.yaml'}", f"--results={tmp_path / 'r.jsonl'}"]) == code
         )
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_ends_the_study_with_its_last_words(tmp_path: Path) -> None:
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**GRID, "model": "nobody"}))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "results.jsonl", tmp_path)
+def test_a_run_that_fails_ends_the_study_with_its_last_words(make: Callable[..., Study], tmp_path: Path) -> None:
+    study = make(model="nobody")
     with pytest.raises(RuntimeError, match="--model"):
-        study.run(replace(CELL, factor=1))
+        Runner(study, tmp_path).run(replace(CELL, factor=1))
+
+
+def test_the_command_of_a_ring_has_its_ranks() -> None:
+    words = ["--steps", "2"]
+    assert command_of(words, 1) == ["megabatch", "train", *words]
+    assert " ".join(command_of(words, 2)) == "torchrun --standalone --nproc-per-node 2 -m megabatch train --steps 2"
+
+
+def test_a_run_without_a_score_is_no_run(make: Callable[..., Study], tmp_path: Path) -> None:
+    study = make()
+    runner = Runner(study, tmp_path)
+    runner.data = lambda job: ["--train-data", "icons"]  # and nothing to evaluate on
+    with pytest.raises(RuntimeError, match="must end well with a score, got exit code 0"):
+        runner.run(replace(CELL, factor=1))
+
+
+def test_what_runs_beside_a_run_that_fails_is_kept(make: Callable[..., Study], tmp_path: Path) -> None:
+    study = make(factors=[1], width_of_grid=64)
+    bad, good = (threading.Event() for _ in range(2))
+
+    def run(job: Job) -> dict[str, Any]:
+        if job.batch == 16:
+            assert good.wait(60)
+            bad.set()
+            raise RuntimeError("fails")
+        good.set()
+        assert bad.wait(60)
+        return {"job": asdict(job), "figures": {SCORE: 0.5}, "seconds": 1}
+
+    runner = Runner(study, tmp_path)
+    runner.run = run
+    with pytest.raises(RuntimeError, match="fails"):
+        batch_size.run_all(runner, 2)
+    assert [line["job"]["batch"] for line in wordnet.read_lines(study.path)] == [64]
+
+
+def test_results_are_added_by_one_study_at_a_time(make: Callable[..., Study]) -> None:
+    study = make()
+    program = "import sys; from pathlib import Path; from studies import batch_size, study; "
+    program += "batch_size.alone(study.Study(*map(Path, sys.argv[1:]))); print('alone', flush=True); input()"
+    command = [sys.executable, "-c", program, str(study.path.with_name("grid.yaml")), str(study.path)]
+    first, second = (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    lines = {first.stdout.readline(), second.stdout.readline()}
+    assert lines == {"alone\n", ""}
+    said = first.communicate("\n")[1] + second.communicate("\n")[1]
+    assert "is in use by another study" in said
 
 
 def results_of(cell: Job, values: dict[float, float], seeds: dict[int, float]) -> list[dict[str, Any]]:
@@ -239,10 +301,8 @@ def results_of(cell: Job, values: dict[float, float], seeds: dict[int, float]) -
     ]
 
 
-def test_tables_have_means_over_seeds_and_paired_tests(tmp_path: Path) -> None:
-    grid = {**GRID, "variants": {"siglip": {"datasets": ["icons"], "batches": [64], "flags": ["--loss", "siglip"]}}}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+def test_tables_have_means_over_seeds_and_paired_tests(make: Callable[..., Study]) -> None:
+    study = make(variants={"siglip": {"datasets": ["icons"], "batches": [64], "flags": ["--loss", "siglip"]}})
     rates = {0.5: 0.1, 1: 0.3, 2: 0.2}
     for cell, seeds in (
         (replace(CELL, batch=16, steps=8), {1: 0.2, 2: 0.22}),
@@ -259,11 +319,11 @@ def test_tables_have_means_over_seeds_and_paired_tests(tmp_path: Path) -> None:
     assert page.written(text, study) == text
 
 
-def test_the_difference_between_methods_stands_beside_that_between_seeds(tmp_path: Path) -> None:
+def test_the_difference_between_methods_stands_beside_that_between_seeds(
+    make: Callable[..., Study], tmp_path: Path
+) -> None:
     ranks = {"dense": 1, "megabatch": 1, "ring-2": 2}
-    grid = {**GRID, "exactness": {"dataset": "icons", "batch": 64, "methods": ranks}}
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    study = make(exactness={"dataset": "icons", "batch": 64, "methods": ranks})
     assert study.methods({}) == {}
     study.results += results_of(CELL, {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.21, 2: 0.22})
     assert {(job.method, job.seed) for job in study.left() if job.batch == 64} == {
@@ -272,7 +332,7 @@ def test_the_difference_between_methods_stands_beside_that_between_seeds(tmp_pat
     for method, apart in (("dense", 0.0), ("ring-2", 0.001)):
         for seed in (1, 2):
             job = replace(CELL, factor=1, seed=seed, method=method)
-            assert study.ranks(job) == ranks[method]
+            assert Runner(study, tmp_path).ranks(job) == ranks[method]
             study.results.append(
                 {"job": asdict(job), "figures": {SCORE: 0.2 + seed / 100 + apart}, "train_loss": 1 + apart / 100}
             )
@@ -280,18 +340,17 @@ def test_the_difference_between_methods_stands_beside_that_between_seeds(tmp_pat
     assert "| megabatch | 21.5 ± 0.7 | 0.00 | 0.0e+00 |" in page.methods_table(study)
 
 
-def test_plots_say_what_they_show(tmp_path: Path) -> None:
+def test_plots_say_what_they_show(make: Callable[..., Study]) -> None:
     """To readers who cannot see them, and to the test below."""
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID))
-    study = Study(tmp_path / "grid.yaml", tmp_path / "r.jsonl", tmp_path)
+    study = make()
     study.results += results_of(replace(CELL, batch=16, steps=8), {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.2, 2: 0.22})
     study.results += results_of(CELL, {0.5: 0.2, 0.25: 0.1, 1: 0.1}, {1: 0.3, 2: 0.34})
     names = ("equal-samples", "rates-icons", "rules-icons")
     described = {name: page.description(page.PLOTS[name](study)) for name in names}
     assert described["equal-samples"] == "icons: 16: 21.00 ± 1.41, 64: 32.00 ± 2.83"
-    assert described["rates-icons"].startswith("batch 16: 0.5: 10.00 ± 0.00, 1: 30.00 ± 0.00, 2: 20.00 ± 0.00")
-    assert "square-root rule from 16: 16: 30.00 ± 0.00, 64: 10.00 ± 0.00" in described["rules-icons"]
-    assert "rate of 16 for all: 16: 30.00 ± 0.00, 64: 20.00 ± 0.00" in described["rules-icons"]
+    assert described["rates-icons"].startswith("batch 16: 0.5: 10.00, 1: 30.00, 2: 20.00")
+    assert "square-root rule from 16: 16: 30.00, 64: 10.00" in described["rules-icons"]
+    assert "rate of 16 for all: 16: 30.00, 64: 20.00" in described["rules-icons"]
 
 
 def test_the_page_shows_the_kept_results() -> None:
@@ -299,11 +358,11 @@ def test_the_page_shows_the_kept_results() -> None:
     study, text = page.load(), page.PAGE.read_text()
     assert page.written(text, study) == text
     assert {name for _, name, _ in page.BLOCK.findall(text)} == set(page.TABLES)
-    for name, make in page.PLOTS.items():
+    for name, plot in page.PLOTS.items():
         assert f"({name}.svg)" in text
         picture = (page.PAGE.parent / f"{name}.svg").read_text()
         found = ElementTree.fromstring(picture)
-        assert found[1].text == page.description(make(study)), f"{name}.svg is of other results"
+        assert found[1].text == page.description(plot(study)), f"{name}.svg is of other results"
 
 
 def test_synsets_that_share_a_word_are_one_family() -> None:

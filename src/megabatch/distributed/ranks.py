@@ -7,9 +7,9 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,6 @@ Facts = dict[str, Any]  # what JSON can carry
 Transfer = list[tuple[str, dist.Work]]  # messages in flight, and what each of them waits for
 
 _handshakes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # so far
-_observers: list[Callable[[bool], None]] = []  # of observed_waits
 
 
 class Ranks:
@@ -42,7 +41,10 @@ class Ranks:
         phase: "forward" or "backward".
         where: Where in that phase we are, for errors.
         device: Of the tensors that are sent, where it is known.
+        observer: Of observed_waits, for all of them.
     """
+
+    observer: ClassVar[Callable[[], AbstractContextManager[None]]] = nullcontext
 
     def __init__(
         self, function: str, group_name: str = "", phase: str = "forward", device: torch.device | None = None
@@ -216,10 +218,9 @@ class Ranks:
 
     @contextmanager
     def _named_errors(self, peer: str) -> Iterator[None]:
-        for observer in _observers:
-            observer(False)
         try:
-            yield
+            with Ranks.observer():
+                yield
         except RuntimeError as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise RuntimeError(
@@ -227,18 +228,16 @@ class Ranks:
                 f"torch reported: {said}. A rank has ended, does not answer or does not make this call; look for the "
                 "first one that stopped."
             ) from error
-        for observer in _observers:
-            observer(True)
 
 
 @contextmanager
-def observed_waits(observer: Callable[[bool], None]) -> Iterator[None]:
-    """Within it `observer(False)` is called before this process waits for other ranks, and `observer(True)` after."""
-    _observers.append(observer)
+def observed_waits(observer: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within it this process waits for other ranks in `with observer():`."""
+    before, Ranks.observer = Ranks.observer, observer
     try:
         yield
     finally:
-        _observers.remove(observer)
+        Ranks.observer = before
 
 
 class refuse_together:

@@ -271,41 +271,49 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
 
 def with_error_bars(
     title: str,
-    series: Mapping[str, Sequence[tuple[float, float, float]]],
+    series: Mapping[str, Sequence[tuple[float | str, float, float | None]]],
     *,
     x: str,
     y: str,
-    names: Sequence[str] = (),
     band: bool = False,
     note: str = "",
 ) -> Figure:
-    """Means with their standard deviations over a logarithmic x axis whose ticks are the values that there are.
+    """Means with their standard deviations over a logarithmic x axis whose ticks are the values that there are, or over
+    names, which no line connects.
 
     Args:
-        series: By its name, (x, mean, standard deviation) of every point.
+        series: By its name, (x, mean, standard deviation) of every point. No deviation: one value, not a mean.
         x, y: What the axes show.
-        names: Of x = 0, 1, 2 and so on, where x is no number.
         band: Draw a band in place of bars.
     """
+    named = any(isinstance(point[0], str) for points in series.values() for point in points)
     traces: list[Trace] = []
     for number, (name, points) in enumerate(series.items()):
-        places, means, deviations = (list(column) for column in zip(*sorted(points), strict=True))
+        ordered = points if named else sorted(points, key=lambda point: point[0])
+        places, means, deviations = (list(column) for column in zip(*ordered, strict=True))
         look = _style(number)
         colour = look["color"]
         shown = {"type": "scatter", "name": _name(name), "x": places, "legendgroup": str(number)}
-        if band:
+        several = None not in deviations
+        if band and several:
             low, high = (
                 {**shown, "y": [mean + sign * each for mean, each in zip(means, deviations, strict=True)]}
                 for sign in (-1, 1)
             )
             hidden = {"mode": "lines", "line": {"width": 0, "color": colour}, "showlegend": False, "hoverinfo": "skip"}
             traces += [{**low, **hidden}, {**high, **hidden, "fill": "tonexty", "fillcolor": colour + "33"}]
-        error = {} if band else {"error_y": {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}}
-        hover = {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
-        traces.append({**shown, "mode": "lines+markers", "y": means, "line": look, **error, **hover})
-    ticks = sorted({point[0] for points in series.values() for point in points})
-    texts = [_name(names[int(tick)]) if names else f"{tick:,.10g}" for tick in ticks]
-    axis = {"type": "linear" if names else "log", "tickvals": ticks, "ticktext": texts, "title": {"text": x}}
+        mean = {**shown, "mode": "markers" if named else "lines+markers", "y": means, "line": look}
+        if several:
+            bars = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
+            mean |= {} if band else {"error_y": bars}
+            mean |= {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
+        else:
+            mean |= {"hovertemplate": HOVER}
+        traces.append(mean)
+    axis: Trace = {"type": "category", "title": {"text": x}}
+    if not named:
+        ticks = sorted({point[0] for points in series.values() for point in points})
+        axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
     return Figure(title, traces, layout, note)
 

@@ -3,6 +3,8 @@
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -24,19 +26,24 @@ class StepCosts:
         self._flops = flops_per_sample(towers, texts_only=texts_only)
         self._peak = peak_flops(world.device, precision)
         self._marks: list[tuple[str, Any]] = []
+        # Events are of the stream that computes, also where ranks meet on another.
+        self._stream = torch.cuda.current_stream(world.device) if world.device.type == "cuda" else None
 
     def mark(self, part: str) -> None:
         """What was done since the last mark was this part of the step. The device is not waited for."""
         if self._world.device.type == "cuda":
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(self._stream)
             self._marks.append((part, event))
         else:
             self._marks.append((part, time.perf_counter()))
 
-    def waited(self, is_over: bool) -> None:
-        """The loss is about to wait for other ranks, or has done so."""
-        self.mark("communication" if is_over else "loss")
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The loss waits for other ranks."""
+        self.mark("loss")
+        yield
+        self.mark("communication")
 
     def _parts(self) -> Figures:
         """Once the step is done, and its loss was read: then all events have happened."""

@@ -203,7 +203,7 @@ class Trainer:
         if mine.rows or read_facts().rows:
             # Towers may draw random numbers. They are the step's, whatever came before.
             torch.manual_seed(optimization.stable_seed(self.config.run.seed, step, self.world.rank))
-            with observed_waits(self.costs.waited):
+            with observed_waits(self.costs.waiting):
                 values = self._descend(encoder, batch)
         facts = read_facts()
         if facts.unlisted:
