@@ -1,6 +1,6 @@
 """`python -m studies.page`: the tables and plots of docs/studies/batch-size.md, from the kept results.
 
-Tables stand between `<!-- study: NAME -->` and `<!-- end -->`. Plots are drawn by the code of `megabatch report`, as
+They stand between `<!-- study: NAME -->` and `<!-- end -->`. Plots are drawn by the code of `megabatch report`, as
 build/study/batch-size.html and, by Chromium, as one SVG each. A test fails if tables or plots are of other results.
 """
 
@@ -24,8 +24,9 @@ from .study import Job, Study, best_factor, scores, seed_scores, tried
 
 PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds of training"}
+BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds of training", "more-updates": "updates"}
 BATCH, RECALL = "batch", "mean recall, %"
+NOT_YET = "Not run yet."
 
 Points = list[tuple[float | str, float, float | None]]  # x, mean, standard deviation
 
@@ -124,7 +125,7 @@ PLOTS: dict[str, Callable[[Study], Figure]] = {
     "hard-negatives": variants_plot("Random and mined negatives", "mined-negatives"),
     "warm-up": variants_plot("Warm-up of a tenth and of a quarter", "long-warm-up"),
     "data-size": variants_plot("All pairs and an eighth of them", "eighth"),
-    "methods": methods_plot,
+    "exactness": methods_plot,
 }
 
 
@@ -160,7 +161,7 @@ def batches_table(budget: str) -> Callable[[Study], str]:
                     row = [f"{cell.batch:,}", f"{cell.steps:,}", f"{rate:.2g}", f"{factor:g}", spread(found)]
                     body.append([dataset, *row, paired(before, found)])
                 before = found
-        return markdown(["", BATCH, "steps", "best lr", "of the rule", RECALL, "against the batch before"], body)
+        return table_of(["", BATCH, "steps", "best lr", "of the rule", RECALL, "against the batch before"], body)
 
     return table
 
@@ -174,7 +175,7 @@ def variants_table(study: Study) -> str:
         if found and base:
             names = [f"{cell.dataset}, {cell.batch:,}", cell.variant, spread(found)]
             body.append([*names, against.variant, spread(base), paired(base, found)])
-    return markdown(["dataset, batch", "", RECALL, "against", RECALL, "difference"], body)
+    return table_of(["dataset, batch", "", RECALL, "against", RECALL, "difference"], body)
 
 
 def methods_table(study: Study) -> str:
@@ -191,7 +192,11 @@ def methods_table(study: Study) -> str:
             scores_of_seeds = {job.seed: done[job] for job, _ in pairs}
             body.append([method, spread(scores_of_seeds), f"{apart:.2f}", f"{of_loss:.1e}"])
     head = ["", RECALL, "largest difference to dense, same seed", "of the last training loss, relative"]
-    return markdown(head, body)
+    return table_of(head, body)
+
+
+def table_of(head: list[str], body: list[list[str]]) -> str:
+    return markdown(head, body) if body else NOT_YET
 
 
 def percent(value: float) -> str:
@@ -224,7 +229,13 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 
 def written(page: str, study: Study) -> str:
-    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]](study)}\n{found[3]}", page)
+    def block(name: str) -> str:
+        if name in TABLES:
+            return TABLES[name](study)
+        figure = PLOTS[name](study)
+        return f"![{figure.title}]({name}.svg)\n\n{figure.note}".strip() if figure.traces else NOT_YET
+
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", page)
 
 
 def draw(study: Study, html: Path, pictures: Path) -> None:

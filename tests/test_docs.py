@@ -27,9 +27,11 @@ from tools import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
-PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES += sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "results"
+)
 WITH_COMMANDS = [page for page in PAGES if page != "CHANGELOG.md"]  # its commands are those of their time
-PICTURES = sorted((ROOT / "docs").glob("*.svg"))
+PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 
 # Pages whose Python is run as it stands, and the names that it may use.
 WITH_PYTHON = ["README.md", "docs/quickstart.md", "docs/losses.md", "docs/evaluation.md"]
@@ -373,6 +375,8 @@ NOT_RUN = {
     "python -m tools.mixing": "half a minute; tests/test_train_order.py compares its figures with the page",
     "python -m tools.tables run": "minutes to hours on a quiet machine",
     "python -m tools.tables write": "writes into pages; tests/test_tables.py checks that nothing would change",
+    "python -m studies.batch_size": "hours; tests/test_study.py runs it on a small grid",
+    "python -m studies.page": "writes into a page; tests/test_study.py checks that nothing would change",
     "make": "sets up an environment; it runs what the tests and the workflows run",
     "pip": "installs",
     "git": "downloads",
