@@ -186,7 +186,7 @@ def methods_table(study: Study) -> str:
     body = []
     for method, jobs in methods.items():
         pairs = [pair for pair in zip(jobs, methods["dense"], strict=True) if all(job in done for job in pair)]
-        if len(pairs) > 1:
+        if len(pairs) == len(jobs):
             apart = 100 * max(abs(done[job] - done[dense]) for job, dense in pairs)
             of_loss = max(abs(losses[job] / losses[dense] - 1) for job, dense in pairs)
             scores_of_seeds = {job.seed: done[job] for job, _ in pairs}

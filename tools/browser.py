@@ -7,6 +7,7 @@ its plots as SVG, which plotly writes in a browser only.
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -83,10 +84,12 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def svg(self, plot: str, *, title: str, description: str, width: int = 720, height: int = 400) -> str:
-        """A plot by its id, as a picture on white that a screen reader can name."""
+        """A plot by its id, as a picture on white that a screen reader can name. The same plot gives the same bytes."""
         size = f"{{format: 'svg', width: {width}, height: {height}}}"
         address: str = self.run(f"Plotly.toImage(document.getElementById({plot!r}), {size})")
-        head, _, body = unquote(address.partition(",")[2]).partition(">")
+        drawn = unquote(address.partition(",")[2])
+        drawn = re.sub(r"\b(defs-|topdefs-|clip|legend|scatter trace)[0-9a-f]{6}", r"\1", drawn)  # drawn at random
+        head, _, body = drawn.partition(">")
         ground = f'<rect width="{width}" height="{height}" fill="#FFFFFF"/>'
         return f"{head}><title>{escape(title)}</title><desc>{escape(description)}</desc>{ground}{body}\n"
 
