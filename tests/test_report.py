@@ -620,6 +620,15 @@ def test_a_plot_shows_values_under_the_mouse_and_zooms(browser, many):
     assert browser.log == []
 
 
+def test_names_are_not_connected_and_single_values_have_no_bars():
+    figure = with_error_bars("Recall", {"seed 1": [("ring", 0.2, None), ("dense", 0.1, None)]}, x="method", y="recall")
+    (trace,) = figure.traces
+    assert (trace["mode"], trace["x"]) == ("markers", ["ring", "dense"])  # in the order given
+    assert figure.layout["xaxis"]["type"] == "category"
+    assert "error_y" not in trace
+    assert "±" not in trace["hovertemplate"]
+
+
 def test_a_plot_is_a_picture_of_its_own(browser, tmp_path):
     figure = with_error_bars("Recall", {"clip": [(64, 0.2, 0.01), (256, 0.4, 0.02)]}, x="batch", y="mean recall")
     path = tmp_path / "study.html"

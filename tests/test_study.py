@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -290,6 +291,22 @@ def test_results_are_added_by_one_study_at_a_time(make: Callable[..., Study]) ->
     assert lines == {"alone\n", ""}
     said = first.communicate("\n")[1] + second.communicate("\n")[1]
     assert "is in use by another study" in said
+
+
+def test_what_a_study_has_started_ends_with_it(make: Callable[..., Study]) -> None:
+    study = make()
+    program = "import subprocess, sys; from pathlib import Path; from studies import batch_size, runs, study; "
+    program += "batch_size.alone(study.Study(*map(Path, sys.argv[1:]))); child = subprocess.Popen(['sleep', '600']); "
+    program += "runs.running.add(child); print(child.pid, flush=True); child.wait()"
+    command = [sys.executable, "-c", program, str(study.path.with_name("grid.yaml")), str(study.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        child = Path(f"/proc/{int(process.stdout.readline())}/cmdline")
+        assert child.read_text().startswith("sleep")
+        process.terminate()
+    deadline = time.monotonic() + 60
+    while child.exists() and child.read_text():  # a process that has ended has no words
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def results_of(cell: Job, values: dict[float, float], seeds: dict[int, float]) -> list[dict[str, Any]]:
