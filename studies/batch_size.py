@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -103,26 +104,30 @@ def status(study: Study) -> None:
         factor, remaining = best_factor(cell, study.grid, done), len(left_of(cell, study.grid, done))
         values = list(seed_scores(cell, study.grid, done).values())
         found = f"best factor {factor}, mean {statistics.mean(values):.4f}" if values else f"{remaining} runs left"
+        if not values and not remaining:
+            found = f"waits for the learning rate of {study.options(cell.variant)['rate_of']}"
         print(f"{cell.variant}, {cell.dataset}, batch {cell.batch}, {cell.steps} steps: {found}")
     hours = sum(result["seconds"] for result in study.results if "job" in result) / 3600
     print(f"{len(study.left())} runs are known to be left; {hours:.1f} hours of runs so far.")
 
 
-def alone(study: Study) -> None:
+def alone(results: Path) -> None:
     """No other process adds to these results, and what this one has started ends with it."""
 
     def end(*_: object) -> None:
-        for process in runs.running:
-            process.terminate()
+        for process, folder in list(runs.running.items()):
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
-    study.path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(study.path, os.O_RDWR | os.O_CREAT)  # until this process ends
+    results.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(results, os.O_RDWR | os.O_CREAT)  # until this process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"study: {study.path} is in use by another study. Wait for it or end it.") from None
+        raise ValueError(f"study: {results} is in use by another study. Wait for it or end it.") from None
 
 
 def main(words: Sequence[str]) -> int:
@@ -135,10 +140,10 @@ def main(words: Sequence[str]) -> int:
         "--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: %(default)s)"
     )
     options = parser.parse_args(words)
+    if options.action in ("calibrate", "run"):
+        alone(options.results)
     study = Study(options.grid, options.results)
     runner = Runner(study, options.folder.resolve())
-    if options.action in ("calibrate", "run"):
-        alone(study)
     if options.action == "calibrate":
         calibrate(runner)
     elif options.action == "run":

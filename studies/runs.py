@@ -1,5 +1,6 @@
 """How a job is run: `megabatch train` on one thread per rank, on data that is made where it is needed."""
 
+import itertools
 import json
 import math
 import os
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 CHUNK = 2048
 DIVERGED = "steps in a row taught nothing"  # what `megabatch train` says then
+HARD, MARGIN = 8, 0.05  # negatives are looked for among so many; less similar than the positive by so much
 
-running: set[subprocess.Popen[str]] = set()
+running: dict[subprocess.Popen[str], Path] = {}  # with the folder of the run
 
 
 class Runner:
@@ -79,9 +81,8 @@ class Runner:
             "--save-frequency": 0,
             "--workers": 0,
         }
-        dense = ["--dense-loss"] if job.method == "dense" else []
-        flags = [*self.study.options(job.variant).get("flags", []), *dense]
-        return [*self.data(job), *(str(word) for option in options.items() for word in option), *flags]
+        flags = [*self.study.options(job.variant).get("flags", []), *self.study.method(job).get("flags", [])]
+        return [*self.data(job), *(str(word) for word in [*itertools.chain(*options.items()), *flags])]
 
     def warmup(self, job: Job) -> int:
         """The same share of all steps, but two where there are few: one would be at the full rate."""
@@ -89,14 +90,18 @@ class Runner:
         return max(2, math.floor(share * job.steps))
 
     def ranks(self, job: Job) -> int:
-        return int(self.study.grid["exactness"]["methods"][job.method]) if job.method != "megabatch" else 1
+        return int(self.study.method(job).get("ranks", 1))
 
     # ---- data
 
     def data(self, job: Job) -> list[str]:
-        if job.dataset == "icons":
-            return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
         options = self.study.options(job.variant)
+        if job.dataset == "icons":
+            if {"share", "negatives"} & options.keys():
+                raise ValueError(
+                    f"study: {job.variant} must be of wordnet, got icons. They are always whole, as pairs."
+                )
+            return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
         with self._making:
             train, held_out = wordnet.write(self.folder / "wordnet")
             if share := options.get("share"):
@@ -108,22 +113,21 @@ class Runner:
         return ["--train-data", str(train), "--val-data", str(held_out)]
 
     def write_negatives(self, path: Path, kind: str) -> None:
-        """Each query with a definition that is not its own: the best by a trained model, or a random one."""
+        """Each query with a definition that is not its own: a hard one, by a trained model, or a random one."""
         import torch
 
         rows = read_lines(path.with_name("train.jsonl"))
-        own = torch.arange(len(rows))
         if kind == "mined":
-            nearest = self.nearest_definitions(rows)
-            others = torch.where(nearest[:, 0] == own, nearest[:, 1], nearest[:, 0])
+            others = self.hard_definitions(rows)
         else:
             torch.manual_seed(0)
-            others = (own + torch.randint(1, len(rows), (len(rows),))) % len(rows)
+            others = (torch.arange(len(rows)) + torch.randint(1, len(rows), (len(rows),))) % len(rows)
         negatives = ([rows[other]["positive"]] for other in others.tolist())
         write_lines(path, ({**row, "negatives": each} for row, each in zip(rows, negatives, strict=True)))
 
-    def nearest_definitions(self, rows: Sequence[dict[str, str]]) -> "Tensor":
-        """Two for each query, as the best model of batch 1024 finds them: `similarity_topk`."""
+    def hard_definitions(self, rows: Sequence[dict[str, str]]) -> "Tensor":
+        """As docs/evaluation.md mines them, with the best model of batch 1024: of the HARD nearest to a query the first
+        that is MARGIN below its own, or else the last."""
         import torch
         from torch.nn.functional import normalize
 
@@ -144,7 +148,11 @@ class Runner:
             return normalize(torch.cat(parts), dim=1)
 
         with torch.no_grad():
-            return mb.similarity_topk(encoded("query"), encoded("positive"), 2)[1]
+            queries, definitions = encoded("query"), encoded("positive")
+            similar, nearest = mb.similarity_topk(queries, definitions, HARD, exclude=torch.arange(len(rows)))
+            allowed = similar < (queries * definitions).sum(1, keepdim=True) - MARGIN
+        allowed[:, -1] = True
+        return nearest.gather(1, allowed.int().argmax(1, keepdim=True)).squeeze(1)
 
 
 def write_share(train: Path, share: float) -> Path:
@@ -170,7 +178,7 @@ def train(words: Sequence[str], folder: Path, ranks: int = 1) -> tuple[int, str]
     command += ["--logs-dir", str(folder.parent), "--name", folder.name]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet) as process:
-        running.add(process)
+        running[process] = folder
         _, said = process.communicate()
-        running.remove(process)
+        del running[process]
     return process.returncode, said

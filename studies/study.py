@@ -119,6 +119,11 @@ class Study:
         found: dict[str, Any] = self.grid.get("variants", {}).get(variant, {})
         return found
 
+    def method(self, job: Job) -> dict[str, Any]:
+        """Ranks and flags, by which the loss is computed in another way."""
+        found: dict[str, Any] = self.grid.get("exactness", {}).get("methods", {}).get(job.method, {})
+        return found
+
     def settings(self) -> list[tuple[str, int]]:
         """Every dataset with each of its batches."""
         return [(name, batch) for name, options in self.grid["datasets"].items() for batch in options["batches"]]
@@ -153,8 +158,8 @@ class Study:
             (self.cell("samples", dataset, batch, variant), self.cell("samples", dataset, batch, against))
             for variant, options in self.grid.get("variants", {}).items()
             for against in (options.get("against", "clip"),)
-            for dataset in options["datasets"]
-            for batch in options["batches"]
+            for dataset, batches in options["batches"].items()
+            for batch in batches
         ]
 
     def cells(self) -> list[Job]:

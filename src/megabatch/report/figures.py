@@ -30,6 +30,7 @@ OVERLAPS = "Communication that overlaps with towers or loss is no waiting, and i
 HOVER = "%{y:.5g} at %{x:,.6~g}<br>%{fullData.name}<extra></extra>"
 MEAN_HOVER = "%{y:.5g} ± %{customdata:.2g}"
 FEW = 50  # points, which are marked
+ROOM = 1.9  # ratio of neighbouring ticks on a logarithmic axis, at least
 # Settings in which runs of one setting may differ.
 OWN = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep", "report"}
 OWN |= {"report_to", "wandb_project_name", "log_every_n_steps"}
@@ -275,44 +276,32 @@ def with_error_bars(
     *,
     x: str,
     y: str,
-    band: bool = False,
     note: str = "",
 ) -> Figure:
-    """Means with their standard deviations over a logarithmic x axis whose ticks are the values that there are, or over
-    names, which no line connects.
+    """Means with their standard deviations over a logarithmic x axis whose ticks are the values that there are, but for
+    those that have no room beside another, or over names, which no line connects.
 
     Args:
         series: By its name, (x, mean, standard deviation) of every point. No deviation: one value, not a mean.
         x, y: What the axes show.
-        band: Draw a band in place of bars.
     """
     named = any(isinstance(point[0], str) for points in series.values() for point in points)
     traces: list[Trace] = []
     for number, (name, points) in enumerate(series.items()):
         ordered = points if named else sorted(points, key=lambda point: point[0])
         places, means, deviations = (list(column) for column in zip(*ordered, strict=True))
-        look = _style(number)
-        colour = look["color"]
-        shown = {"type": "scatter", "name": _name(name), "x": places, "legendgroup": str(number)}
-        several = None not in deviations
-        if band and several:
-            low, high = (
-                {**shown, "y": [mean + sign * each for mean, each in zip(means, deviations, strict=True)]}
-                for sign in (-1, 1)
-            )
-            hidden = {"mode": "lines", "line": {"width": 0, "color": colour}, "showlegend": False, "hoverinfo": "skip"}
-            traces += [{**low, **hidden}, {**high, **hidden, "fill": "tonexty", "fillcolor": colour + "33"}]
-        mean = {**shown, "mode": "markers" if named else "lines+markers", "y": means, "line": look}
-        if several:
-            bars = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
-            mean |= {} if band else {"error_y": bars}
-            mean |= {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
-        else:
-            mean |= {"hovertemplate": HOVER}
-        traces.append(mean)
+        trace: Trace = {"type": "scatter", "name": _name(name), "x": places, "y": means, "line": _style(number)}
+        trace |= {"mode": "markers" if named else "lines+markers", "hovertemplate": HOVER}
+        if None not in deviations:
+            trace["error_y"] = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
+            trace |= {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
+        traces.append(trace)
     axis: Trace = {"type": "category", "title": {"text": x}}
     if not named:
-        ticks = sorted({point[0] for points in series.values() for point in points})
+        ticks: list[Any] = []
+        for place in sorted({point[0] for points in series.values() for point in points}):
+            if not ticks or place >= ROOM * ticks[-1]:
+                ticks.append(place)
         axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
     return Figure(title, traces, layout, note)
