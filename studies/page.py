@@ -28,10 +28,21 @@ BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds 
 VARIANTS = {
     "siglip": "CLIP and SigLIP",
     "duplicates-kept": "Duplicates masked or not",
+    "random-negatives": "CLIP, and one direction with a random negative for each pair",
     "mined-negatives": "Random and mined negatives",
     "eighth": "All pairs and an eighth of them",
     "scale-50": "Logit scales that start at 14.3 and at 50",
     "long-warm-up": "Warm-up of a tenth and of a quarter",
+}
+NAMES = {
+    "clip": "CLIP",
+    "siglip": "SigLIP",
+    "duplicates-kept": "duplicates not masked",
+    "random-negatives": "random negatives",
+    "mined-negatives": "mined negatives",
+    "eighth": "an eighth of the pairs",
+    "scale-50": "scale starts at 50",
+    "long-warm-up": "warm-up over a quarter",
 }
 BATCH, RECALL = "batch", "mean recall, %"
 NOT_YET = "Not run yet."
@@ -62,7 +73,7 @@ def plot(title: str, series: dict[str, Points], x: str = BATCH, note: str = "") 
 def budget_plot(budget: str) -> Callable[[Study], Figure]:
     def figure(study: Study) -> Figure:
         datasets = study.grid["budgets"].get(budget, {})
-        title = f"Equal {BUDGETS[budget]}: {', '.join(f'{name} {amount:,}' for name, amount in datasets.items())}"
+        title = f"Equal {BUDGETS[budget]}: {', '.join(f'{amount:,} ({name})' for name, amount in datasets.items())}"
         return plot(title, {dataset: points(study.batches(budget, dataset), study) for dataset in datasets})
 
     return figure
@@ -94,7 +105,8 @@ def rates_plot(dataset: str) -> Callable[[Study], Figure]:
             for cell in study.batches("samples", dataset)
         }
         title = f"Learning rates, {dataset}, equal samples seen"
-        return plot(title, series, "learning rate / square-root rule", "One run for each point, with seed 0.")
+        note = f"One run for each point, with seed {study.grid['search']}."
+        return plot(title, series, "learning rate / square-root rule", note)
 
     return figure
 
@@ -108,7 +120,8 @@ def rules_plot(dataset: str) -> Callable[[Study], Figure]:
         names = {"square root": f"square-root rule from {start}", "fixed": f"rate of {start} for all"}
         for rule, jobs in study.rules(dataset, done).items():
             series[names[rule]] = [(job.batch, 100 * done[job], None) for job in jobs if job in done]
-        note = "The best rate has seeds 1 to 5, a rule one run with seed 0: differences below 1.5 are noise."
+        first, *_, last = study.grid["seeds"]
+        note = f"The best rate has seeds {first} to {last}, a rule one run with seed {study.grid['search']}."
         return plot(f"Rules for the learning rate, {dataset}, equal samples seen", series, note=note)
 
     return figure
@@ -121,7 +134,7 @@ def variants_plot(title: str, variant: str) -> Callable[[Study], Figure]:
             both = points([*reversed(pair)], study)
             if pair[0].variant == variant and len(both) == 2:
                 for each, point in zip(reversed(pair), both, strict=True):
-                    series.setdefault(f"{each.dataset}, {each.variant}", []).append(point)
+                    series.setdefault(f"{each.dataset}, {NAMES[each.variant]}", []).append(point)
         return plot(f"{title}, equal samples seen", series)
 
     return figure
@@ -131,10 +144,10 @@ def methods_plot(study: Study) -> Figure:
     done = scores(study.results)
     series: dict[str, Points] = {}
     for method, jobs in study.methods(done).items():
-        for job in jobs:
-            if job in done:
+        if all(job in done for job in jobs):
+            for job in jobs:
                 series.setdefault(f"seed {job.seed}", []).append((method, 100 * done[job], None))
-    return plot("One setting, five ways to compute the loss", series, "method")
+    return plot("One setting, the loss computed in several ways", series, "method")
 
 
 DATASETS = ("wordnet", "icons")
@@ -149,7 +162,7 @@ PLOTS: dict[str, Callable[[Study], Figure]] = {
 
 
 def description(figure: Figure) -> str:
-    """Its values, for who cannot see it, and to tell one of other results."""
+    """Its values, for readers who cannot see it. A test compares them with the kept results."""
     lines = []
     for trace in figure.traces:
         deviations = trace.get("customdata") or [None] * len(trace["x"])
@@ -195,7 +208,7 @@ def variants_table(variant: str) -> Callable[[Study], str]:
         for cell, against in study.variants():
             found, base = (seed_scores(each, study.grid, done) for each in (cell, against))
             if cell.variant == variant and found and base:
-                head = ["", BATCH, "steps", f"{against.variant}, %", f"{variant}, %", "difference"]
+                head = ["", BATCH, "steps", f"{NAMES[against.variant]}, %", f"{NAMES[variant]}, %", "difference"]
                 row = [cell.dataset, f"{cell.batch:,}", f"{cell.steps:,}"]
                 body.append([*row, spread(base), spread(found), paired(base, found)])
         return table_of(head, body)
@@ -238,7 +251,7 @@ def paired(before: dict[int, float], after: dict[int, float]) -> str:
     if len(seeds) < 2:
         return ""
     first, second = [before[seed] for seed in seeds], [after[seed] for seed in seeds]
-    apart = 100 * (statistics.mean(second) - statistics.mean(first))
+    apart = round(100 * (statistics.mean(second) - statistics.mean(first)), 1) + 0.0  # -0.0 is 0.0
     probability = float(ttest_rel(first, second).pvalue)
     return f"{apart:+.1f} (p = {probability:.2g})"
 

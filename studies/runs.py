@@ -46,7 +46,7 @@ class Runner:
         words = self.words(job)
         command, started = command_of(words, self.ranks(job)), time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="megabatch-study-") as temporary:
-            folder = keep or Path(temporary) / "run"
+            folder = keep or Path(temporary)
             code, said = train(words, folder, self.ranks(job))
             seconds = time.perf_counter() - started
             metrics = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []

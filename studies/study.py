@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 SCORE = "val/mean_recall"  # R@1, R@5 and R@10, both ways
-FURTHEST = 32  # a learning rate so many times the rule's is not tried
+FURTHEST = 32  # a learning rate more times the rule's, or less than one such part of it, is not tried
 
 Grid = dict[str, Any]
 Result = dict[str, Any]

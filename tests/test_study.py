@@ -284,6 +284,14 @@ def test_a_run_that_fails_ends_the_study_with_its_last_words(make: Callable[...,
         Runner(study, tmp_path).run(replace(CELL, factor=1))
 
 
+def test_what_is_called_a_ring_was_one() -> None:
+    """`--exchange auto` gathers at this size."""
+    rings = [result for result in page.load().results if result.get("job", {}).get("method", "").startswith("ring")]
+    assert rings
+    for result in rings:
+        assert "--exchange ring" in result["command"]
+
+
 def test_the_command_of_a_ring_has_its_ranks() -> None:
     words = ["--steps", "2"]
     assert command_of(words, 1) == ["megabatch", "train", *words]
@@ -383,7 +391,7 @@ def test_tables_have_means_over_seeds_and_paired_tests(make: Callable[..., Study
     assert "| icons | 64 | 2 | 0.001 | 1 | 32.0 ± 2.8 | +11.0 (p = 0.058) |" in text
     assert page.PLOTS["siglip"](study).traces
     text = page.TABLES["siglip"](study)
-    assert "| batch | steps | clip, % | siglip, % | difference |" in text
+    assert "| batch | steps | CLIP, % | SigLIP, % | difference |" in text
     assert "| icons | 64 | 2 | 32.0 ± 2.8 | 26.5 ± 2.1 | -5.5 (p = 0.058) |" in text
     text = page.written("<!-- study: samples -->\nold\n<!-- end -->\n", study)
     assert "old" not in text
@@ -402,7 +410,11 @@ def test_a_variant_is_shown_once_both_sides_are_done(make: Callable[..., Study])
 def test_the_difference_between_methods_stands_beside_that_between_seeds(
     make: Callable[..., Study], tmp_path: Path
 ) -> None:
-    methods = {"dense": {"flags": ["--dense-loss"]}, "megabatch": {}, "ring-2": {"ranks": 2}}
+    methods = {
+        "dense": {"flags": ["--dense-loss"]},
+        "megabatch": {},
+        "ring-2": {"ranks": 2, "flags": ["--exchange", "ring"]},
+    }
     study = make(exactness={"dataset": "icons", "batch": 64, "methods": methods})
     assert study.methods({}) == {}
     study.results += results_of(CELL, {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.21, 2: 0.22})
@@ -414,7 +426,8 @@ def test_the_difference_between_methods_stands_beside_that_between_seeds(
             job = replace(CELL, factor=1, seed=seed, method=method)
             runner = Runner(study, tmp_path)
             assert runner.ranks(job) == {"dense": 1, "ring-2": 2}[method]
-            assert ("--dense-loss" in runner.words(job)) == (method == "dense")
+            words = runner.words(job)
+            assert ("--dense-loss" in words, "ring" in words) == (method == "dense", method == "ring-2")
             study.results.append(
                 {"job": asdict(job), "figures": {SCORE: 0.2 + seed / 100 + apart}, "train_loss": 1 + apart / 100}
             )

@@ -463,6 +463,23 @@ def test_ranks_exchange_one_small_tensor_per_step(shapes, tmp_path):
         assert [-1, "new_group"] not in asked
 
 
+def train_and_count_messages(rank: int, group: object, folder: Path, words: list[str]) -> None:
+    """Those from one rank to another, in a file."""
+    sent, original = itertools.count(), torch.distributed.batch_isend_irecv
+    torch.distributed.batch_isend_irecv = lambda operations: (next(sent), original(operations))[1]
+    code = cli.main(words)
+    (folder / f"messages-{rank}").write_text(str(next(sent)))
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize(("flags", "rings"), [([], False), (["--exchange", "ring"], True)], ids=str)
+def test_ranks_meet_as_they_are_told(shapes, tmp_path, flags, rings):
+    words = ["train", "--train-data", shapes, *QUICK, "--steps", "1", "--logs", str(tmp_path), "--name", "x", *flags]
+    assert run_apart(2, train_and_count_messages, tmp_path, words) == [0, 0]
+    for rank in range(2):
+        assert (int((tmp_path / f"messages-{rank}").read_text()) > 0) == rings
+
+
 def train_and_disagree(rank: int, group: object, folder: Path, words: list[str]) -> None:
     """As a faulty device would: rank 1 finds the third gradient not to be finite."""
     if rank == 1:

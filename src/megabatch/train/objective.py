@@ -32,6 +32,7 @@ class Objective:
         self.options, self.world, self.several_captions = options, world, several_captions
         self.losses: ModuleType = reference if options.dense_loss else mb
         self.shared: dict[str, Any] = {"normalize": True, "return_stats": True, "group": world.group}
+        self.shared["exchange"] = options.exchange
         if several_captions:
             self.shared["same_ids"] = "positive"
         if options.memory_budget is not None:
