@@ -1,7 +1,7 @@
 """Does a larger batch help? The grid of batch_size.yaml, run by `megabatch train`.
 
     python -m studies.batch_size calibrate   # seconds per step of every batch, on a quiet machine
-    python -m studies.batch_size run         # what is left of the grid; stop it (SIGTERM) and start it again as you like
+    python -m studies.batch_size run         # what is left of the grid; end it and start it again as you like
     python -m studies.batch_size status      # what there is
     python -m studies.batch_size again       # one cell once more, compared with its kept results
 
@@ -140,7 +140,7 @@ def main(words: Sequence[str]) -> int:
         "--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: %(default)s)"
     )
     options = parser.parse_args(words)
-    if options.action != "status":
+    if options.action in ("calibrate", "run"):
         alone(options.results)
     study = Study(options.grid, options.results)
     runner = Runner(study, options.folder.resolve())

@@ -40,7 +40,7 @@ NAMES = {
     "duplicates-kept": "duplicates not masked",
     "random-negatives": "random negatives",
     "mined-negatives": "mined negatives",
-    "eighth": "an eighth of the pairs",
+    "eighth": "an eighth",
     "scale-50": "scale starts at 50",
     "long-warm-up": "warm-up over a quarter",
 }
@@ -147,7 +147,7 @@ def methods_plot(study: Study) -> Figure:
         if all(job in done for job in jobs):
             for job in jobs:
                 series.setdefault(f"seed {job.seed}", []).append((method, 100 * done[job], None))
-    return plot("One setting, the loss computed in several ways", series, "method")
+    return plot("One setting, the loss computed in several ways", series, x="")
 
 
 DATASETS = ("wordnet", "icons")
@@ -277,11 +277,16 @@ def written(page: str, study: Study) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", page)
 
 
-def draw(study: Study, html: Path, pictures: Path) -> None:
-    """All plots that have points: as a page, and as an SVG each."""
+def draw(study: Study, html: Path) -> dict[str, Figure]:
+    """All plots that have points, as a page of `megabatch report`."""
     figures = {name: figure for name, make in PLOTS.items() if (figure := make(study)).traces}
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(render("Does a larger batch help?", [Section("Plots", figures=list(figures.values()))]))
+    return figures
+
+
+def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
+    """The plots of that page, as an SVG each."""
     with tempfile.TemporaryDirectory() as profile, closing(Browser(Path(profile))) as browser:
         browser.open(html, width=1600)
         for place, (name, figure) in enumerate(figures.items()):
@@ -292,7 +297,8 @@ def draw(study: Study, html: Path, pictures: Path) -> None:
 def main() -> None:
     study = load()
     PAGE.write_text(written(PAGE.read_text(), study))
-    draw(study, Path("build/study/batch-size.html"), PAGE.parent)
+    html = Path("build/study/batch-size.html")
+    save(draw(study, html), html, PAGE.parent)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from megabatch.train import report_command
 from megabatch.train.encoding import Encoder
 from megabatch.train.objective import Objective
 from megabatch.train.retrieved import retrieved
+from studies import page as study_page
 from tools.browser import Browser
 
 from .training import steps, train, write_pairs, write_shapes
@@ -224,6 +225,8 @@ def test_error_bars_are_at_the_values_that_there_are():
     assert figure.layout["xaxis"]["ticktext"] == ["64", "1,024"]
     close = with_error_bars("Recall", {"clip": [(step, 0.2, None) for step in (8, 9, 64, 95)]}, x="updates", y="recall")
     assert close.layout["xaxis"]["ticktext"] == ["8", "64"]  # the others have no room
+    parts = with_error_bars("Recall", {"clip": [(step, 0.2, None) for step in (1 / 32, 0.5, 2)]}, x="rate", y="recall")
+    assert parts.layout["xaxis"]["ticktext"] == ["1/32", "1/2", "2"]
     assert "plot-0-0" in data_of(render("A study", [Section("Recall", figures=[figure])]))["figures"]
 
 
@@ -574,6 +577,14 @@ def test_a_page_is_drawn_without_errors_or_a_network_and_its_text_has_room(brows
     assert_shown(browser, many)
     dark_ground = browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
     assert dark_ground == dark
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_the_page_of_the_study_is_drawn_as_well(browser, tmp_path, width):
+    path = tmp_path / "study.html"
+    assert len(study_page.draw(study_page.load(), path)) == len(study_page.PLOTS)
+    browser.open(path, width=width)
+    assert_shown(browser, path)
 
 
 def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(browser, many):

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -460,6 +461,30 @@ def test_the_page_shows_the_kept_results() -> None:
         if figure.traces:
             said = ElementTree.fromstring(path.read_text())[1].text
             assert said == page.description(figure), f"{name}.svg is of other results"
+
+
+def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
+    study, text = page.load(), " ".join(page.PAGE.read_text().split())
+    done = scores(study.results)
+    runs = [result for result in study.results if "job" in result]
+    assert f"The {len(runs)} runs took {sum(run['seconds'] for run in runs) / 3600:.1f} hours" in text
+    *others, most = sorted(
+        100 * statistics.stdev(values.values())
+        for cell in study.cells()
+        if (values := seed_scores(cell, study.grid, done))
+    )
+    assert f"{others[0]:.1f} to {others[-1]:.1f} points, and {most:.1f} once" in text
+    for dataset in study.grid["datasets"]:
+        means = [
+            100 * statistics.mean(seed_scores(cell, study.grid, done).values())
+            for cell in study.batches("samples", dataset)
+        ]
+        assert f"to {means[-1]:.1f} from {max(means):.1f} %" in text
+    losses = {Job(**run["job"]): run["train_loss"] for run in runs}
+    methods = study.methods(done)
+    pairs = [pair for jobs in methods.values() for pair in zip(jobs, methods["dense"], strict=True)]
+    apart = max(abs(losses[job] / losses[dense] - 1) for job, dense in pairs)
+    assert f"differ by at most {apart:.1e}, relative".replace("e-0", "e-") in text
 
 
 def test_synsets_that_share_a_word_are_one_family() -> None:

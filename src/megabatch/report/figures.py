@@ -296,13 +296,16 @@ def with_error_bars(
             trace["error_y"] = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
             trace |= {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
         traces.append(trace)
-    axis: Trace = {"type": "category", "title": {"text": x}}
-    if not named:
+    axis: Trace = {"title": {"text": x}}
+    if named:
+        axis |= {"type": "category", "tickangle": -90}
+    else:
         ticks: list[Any] = []
         for place in sorted({point[0] for points in series.values() for point in points}):
             if not ticks or place >= ROOM * ticks[-1]:
                 ticks.append(place)
-        axis |= {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
+        texts = [f"1/{1 / tick:g}" if tick < 1 and (1 / tick).is_integer() else f"{tick:,.10g}" for tick in ticks]
+        axis |= {"type": "log", "tickvals": ticks, "ticktext": texts}
     layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
     return Figure(title, traces, layout, note)
 
