@@ -24,7 +24,13 @@ from .study import Job, Study, best_factor, scores, seed_scores, tried
 
 PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BUDGETS = {"samples": "samples seen", "updates": "updates", "seconds": "seconds of training", "more-updates": "updates"}
+BUDGETS = {
+    "samples": "samples seen",
+    "updates": "updates",
+    "more-updates": "updates",
+    "most-updates": "updates",
+    "seconds": "seconds of training",
+}
 VARIANTS = {
     "siglip": "CLIP and SigLIP",
     "duplicates-kept": "Duplicates masked or not",
