@@ -79,22 +79,26 @@ def run_all(runner: Runner, processes: int) -> None:
                 future.result()
 
 
-def again(runner: Runner) -> int:
-    """The cell that the grid names for it, at equal samples, with one of its seeds. Another CPU rounds differently, and
-    training amplifies that until runs differ as seeds do: the score must be where a run with another seed would be."""
+def again(runner: Runner, processes: int) -> int:
+    """The cell that the grid names for it, at equal samples, with all of its seeds. Another CPU rounds differently, and
+    training amplifies that until runs differ as seeds do: the mean must be where that of other seeds would be."""
     study = runner.study
     done, cell = scores(study.results), study.cell("samples", *study.grid["again"])
     factor, kept = best_factor(cell, study.grid, done), seed_scores(cell, study.grid, done)
     if factor is None or not kept:
         raise ValueError(f"study: {study.path} must have all seeds of {cell}, and has not. Run it first.")
-    seed = study.grid["seeds"][0]
-    score = score_of(runner.run(replace(cell, factor=factor, seed=seed)))
-    mean, std = statistics.mean(kept.values()), statistics.stdev(kept.values())
-    farthest = float(students_t.ppf(0.995, len(kept) - 1)) * std * math.sqrt(1 + 1 / len(kept))
-    same = abs(score - mean) <= farthest
-    print(f"{cell.dataset}, batch {cell.batch}, {cell.steps} steps, seed {seed}: mean recall {score:.4f}.")
-    print(f"Kept: {kept[seed]:.4f} with this seed, {mean:.4f} ± {std:.4f} over {len(kept)} seeds.")
-    print("They agree." if same else f"FAILED: more than {farthest:.4f} away from the mean.")
+    with ThreadPoolExecutor(processes) as pool:
+        results = pool.map(lambda seed: runner.run(replace(cell, factor=factor, seed=seed)), kept)
+        found = dict(zip(kept, map(score_of, results), strict=True))
+    print(f"{cell.dataset}, batch {cell.batch}, {cell.steps} steps: mean recall")
+    for seed in kept:
+        print(f"seed {seed}: {found[seed]:.6f}, kept {kept[seed]:.6f}")
+    means = [statistics.mean(values.values()) for values in (found, kept)]
+    deviation, count = statistics.stdev(kept.values()), len(kept)
+    farthest = float(students_t.ppf(0.995, 2 * (count - 1))) * deviation * math.sqrt(2 / count)
+    same = abs(means[0] - means[1]) <= farthest
+    print(f"mean: {means[0]:.4f}, kept {means[1]:.4f} ± {deviation:.4f}")
+    print("They agree." if same else f"FAILED: the means must be within {farthest:.4f} of each other.")
     return 0 if same else 1
 
 
@@ -151,7 +155,7 @@ def main(words: Sequence[str]) -> int:
     elif options.action == "status":
         status(study)
     else:
-        return again(runner)
+        return again(runner, options.processes)
     return 0
 
 

@@ -34,7 +34,8 @@ BUDGETS = {
 VARIANTS = {
     "siglip": "CLIP and SigLIP",
     "duplicates-kept": "Duplicates masked or not",
-    "random-negatives": "CLIP, and one direction with a random negative for each pair",
+    "one-direction": "Both directions and one",
+    "random-negatives": "One direction, without and with a random negative for each pair",
     "mined-negatives": "Random and mined negatives",
     "eighth": "All pairs and an eighth of them",
     "scale-50": "Logit scales that start at 14.3 and at 50",
@@ -44,6 +45,7 @@ NAMES = {
     "clip": "CLIP",
     "siglip": "SigLIP",
     "duplicates-kept": "duplicates not masked",
+    "one-direction": "words to definition only",
     "random-negatives": "random negatives",
     "mined-negatives": "mined negatives",
     "eighth": "an eighth",
@@ -303,7 +305,7 @@ def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
 def main() -> None:
     study = load()
     PAGE.write_text(written(PAGE.read_text(), study))
-    html = Path("build/study/batch-size.html")
+    html = HERE.parent / "build" / "study" / "batch-size.html"
     save(draw(study, html), html, PAGE.parent)
 
 

@@ -194,10 +194,16 @@ class Study:
             "fixed": [replace(cell, factor=factor * math.sqrt(start / cell.batch), seed=search) for cell in cells],
         }
 
+    def untrained(self, dataset: str) -> list[Job]:
+        """A model with every seed, after steps at a learning rate of 0: where training starts."""
+        batch = self.grid["datasets"][dataset]["batches"][0]
+        return [Job(dataset, batch, self.grid["untrained"], 0, seed) for seed in self.grid["seeds"]]
+
     def left(self) -> list[Job]:
         done = scores(self.results)
         groups = [*self.methods(done).values()]
         groups += [jobs for dataset in self.grid["datasets"] for jobs in self.rules(dataset, done).values()]
+        groups += [self.untrained(dataset) for dataset in self.grid["datasets"] if "untrained" in self.grid]
         groups += [left_of(cell, self.grid, done) for cell in self.cells()]
         return list(dict.fromkeys(job for jobs in groups for job in jobs if job not in done))
 
