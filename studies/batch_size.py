@@ -74,7 +74,8 @@ def run_all(runner: Runner, processes: int) -> None:
             running |= {pool.submit(run, job): job for job in jobs[: processes - len(running)]}
             if not running:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            # A signal that comes just before the main thread waits is handled when it wakes up.
+            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
                 running.pop(future)
                 future.result()
 
@@ -119,6 +120,7 @@ def alone(results: Path) -> None:
     """No other process adds to these results, and what this one has started ends with it, unless it is SIGKILLed."""
 
     def end(*_: object) -> None:
+        runs.starting.acquire()  # and never released: no run starts any more
         for process, folder in list(runs.running.items()):
             process.kill()
             process.wait()

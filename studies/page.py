@@ -7,7 +7,7 @@ build/study/batch-size.html and, by Chromium, as one SVG each. A test fails if t
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +34,6 @@ BUDGETS = {
 VARIANTS = {
     "siglip": "CLIP and SigLIP",
     "duplicates-kept": "Duplicates masked or not",
-    "one-direction": "Both directions and one",
-    "random-negatives": "One direction, without and with a random negative for each pair",
-    "mined-negatives": "Random and mined negatives",
     "eighth": "All pairs and an eighth of them",
     "scale-50": "Logit scales that start at 14.3 and at 50",
     "long-warm-up": "Warm-up of a tenth and of a quarter",
@@ -45,13 +42,18 @@ NAMES = {
     "clip": "CLIP",
     "siglip": "SigLIP",
     "duplicates-kept": "duplicates not masked",
-    "one-direction": "words to definition only",
-    "random-negatives": "random negatives",
-    "mined-negatives": "mined negatives",
     "eighth": "an eighth",
     "scale-50": "scale starts at 50",
     "long-warm-up": "warm-up over a quarter",
 }
+# Each is compared with the one before.
+NEGATIVES = {
+    "clip": "CLIP",
+    "one-direction": "words → definition only",
+    "random-negatives": "and random negatives",
+    "mined-negatives": "and mined negatives",
+}
+DIRECTIONS = {"query_to_text": "words → definition", "text_to_query": "definition → words"}
 BATCH, RECALL = "batch", "mean recall, %"
 NOT_YET = "Not run yet."
 
@@ -158,6 +160,33 @@ def methods_plot(study: Study) -> Figure:
     return plot("One setting, the loss computed in several ways", series, x="")
 
 
+def negatives_plot(study: Study) -> Figure:
+    """Directions apart: a loss of one direction trains the other one less."""
+    series: dict[str, Points] = {}
+    for batch, variant, values in negatives(study):
+        for direction, name in DIRECTIONS.items():
+            some = [100 * value for value in values[direction].values()]
+            series.setdefault(f"{batch:,}, {name}", []).append(
+                (NEGATIVES[variant], statistics.mean(some), statistics.stdev(some))
+            )
+    return plot("One direction, and negatives, by direction of retrieval", series, x="")
+
+
+def negatives(study: Study) -> Iterator[tuple[int, str, dict[str, dict[int, float]]]]:
+    """Batch and variant of what was done, with the recall by direction and seed."""
+    done = scores(study.results)
+    apart = {direction: scores(study.results, direction) for direction in DIRECTIONS}
+    for batch in study.options("one-direction").get("batches", {}).get("wordnet", []):
+        for variant in NEGATIVES:
+            cell = study.cell("samples", "wordnet", batch, variant)
+            factor = best_factor(cell, study.grid, done)
+            if factor is not None and (seeds := seed_scores(cell, study.grid, done)):
+                jobs = {seed: replace(cell, factor=factor, seed=seed) for seed in seeds}
+                yield batch, variant, {
+                    direction: {seed: values[job] for seed, job in jobs.items()} for direction, values in apart.items()
+                }
+
+
 DATASETS = ("wordnet", "icons")
 PLOTS: dict[str, Callable[[Study], Figure]] = {
     **{budget: budget_plot(budget) for budget in BUDGETS},
@@ -165,6 +194,7 @@ PLOTS: dict[str, Callable[[Study], Figure]] = {
     **{f"rates-{dataset}": rates_plot(dataset) for dataset in DATASETS},
     **{f"rules-{dataset}": rules_plot(dataset) for dataset in DATASETS},
     **{variant: variants_plot(title, variant) for variant, title in VARIANTS.items()},
+    "negatives": negatives_plot,
     "exactness": methods_plot,
 }
 
@@ -224,6 +254,24 @@ def variants_table(variant: str) -> Callable[[Study], str]:
     return table
 
 
+def negatives_table(study: Study) -> str:
+    """Each beside the one before at the same batch."""
+    body = []
+    before: dict[str, dict[int, float]] = {}
+    for batch, variant, values in negatives(study):
+        if variant == "clip":
+            before = {direction: {} for direction in DIRECTIONS}
+        row = [f"{batch:,}", NEGATIVES[variant]]
+        for direction, found in values.items():
+            row += [spread(found), paired(before[direction], found)]
+        body.append(row)
+        before = values
+    head = [BATCH, "loss and negatives"]
+    for name in DIRECTIONS.values():
+        head += [f"{name}, %", "change"]
+    return table_of(head, body)
+
+
 def methods_table(study: Study) -> str:
     """The difference between methods, beside that between seeds."""
     done = scores(study.results)
@@ -267,6 +315,7 @@ def paired(before: dict[int, float], after: dict[int, float]) -> str:
 TABLES: dict[str, Callable[[Study], str]] = {
     **{budget: batches_table(budget) for budget in BUDGETS},
     **{variant: variants_table(variant) for variant in VARIANTS},
+    "negatives": negatives_table,
     "exactness": methods_table,
 }
 

@@ -28,6 +28,7 @@ DIVERGED = "steps in a row taught nothing"  # what `megabatch train` says then
 HARD, MARGIN = 8, 0.05  # negatives are looked for among so many; less similar than the positive by so much
 
 running: dict[subprocess.Popen[str], Path] = {}  # with the folder of the run
+starting = threading.RLock()  # held from the start of a process until it is in `running`
 
 
 class Runner:
@@ -177,8 +178,10 @@ def train(words: Sequence[str], folder: Path, ranks: int = 1) -> tuple[int, str]
     command = [sys.executable, "-m", program.get(first, first), *more]
     command += ["--logs-dir", str(folder.parent), "--name", folder.name]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet) as process:
+    with starting:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
         running[process] = folder
+    with process:
         _, said = process.communicate()
-        del running[process]
+    del running[process]
     return process.returncode, said

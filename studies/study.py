@@ -34,14 +34,15 @@ class Job:
     method: str = "megabatch"
 
 
-def scores(results: Sequence[Result]) -> dict[Job, float]:
+def scores(results: Sequence[Result], direction: str = "") -> dict[Job, float]:
     """By job."""
-    return {Job(**result["job"]): score_of(result) for result in results if "job" in result}
+    return {Job(**result["job"]): score_of(result, direction) for result in results if "job" in result}
 
 
-def score_of(result: Result) -> float:
-    """0 for a run that diverged."""
-    value = float(result["figures"].get(SCORE, 0.0))  # "nan" is a string in JSON
+def score_of(result: Result, direction: str = "") -> float:
+    """Of both directions, or of one, such as "query_to_text". 0 for a run that diverged."""
+    names = [f"val/{direction}_R@{k}" for k in (1, 5, 10)] if direction else [SCORE]
+    value = statistics.mean(float(result["figures"].get(name, 0.0)) for name in names)  # "nan" is a string in JSON
     return value if math.isfinite(value) else 0.0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 import statistics
 import subprocess
@@ -296,14 +297,6 @@ def test_a_run_that_fails_ends_the_study_with_its_last_words(make: Callable[...,
         Runner(study, tmp_path).run(replace(CELL, factor=1))
 
 
-def test_what_is_called_a_ring_was_one() -> None:
-    """`--exchange auto` gathers at this size."""
-    rings = [result for result in page.load().results if result.get("job", {}).get("method", "").startswith("ring")]
-    assert rings
-    for result in rings:
-        assert "--exchange ring" in result["command"]
-
-
 def test_the_command_of_a_ring_has_its_ranks() -> None:
     words = ["--steps", "2"]
     assert command_of(words, 1) == ["megabatch", "train", *words]
@@ -336,6 +329,25 @@ def test_what_runs_beside_a_run_that_fails_is_kept(make: Callable[..., Study], t
     with pytest.raises(RuntimeError, match="fails"):
         batch_size.run_all(runner, 2)
     assert [line["job"]["batch"] for line in wordnet.read_lines(study.path)] == [64]
+
+
+def test_a_signal_is_handled_while_a_run_goes_on(make: Callable[..., Study], tmp_path: Path) -> None:
+    """Also one that does not wake the main thread."""
+    handled = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+
+    def run(job: Job) -> dict[str, Any]:
+        time.sleep(0.5)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        assert handled.wait(30)
+        return {"job": asdict(job), "figures": {SCORE: 0.5}, "seconds": 1}
+
+    runner = Runner(make(seeds=[]), tmp_path)
+    runner.run = run
+    try:
+        batch_size.run_all(runner, 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_results_are_added_by_one_study_at_a_time(make: Callable[..., Study]) -> None:
@@ -417,6 +429,57 @@ def test_a_variant_is_shown_once_both_sides_are_done(make: Callable[..., Study])
     assert page.NOT_YET in page.written(empty, study)
     study.results += results_of(replace(CELL, variant="siglip"), {0.5: 0.1, 1: 0.3, 2: 0.2}, {1: 0.25, 2: 0.28})
     assert "![CLIP and SigLIP, equal samples seen](siglip.svg)" in page.written(empty, study)
+
+
+def test_negatives_are_shown_by_direction_each_beside_the_one_before(make: Callable[..., Study]) -> None:
+    cell = replace(CELL, dataset="wordnet")
+    variants = {name: {"batches": {"wordnet": [64]}, "rate_of": "clip"} for name in [*page.NEGATIVES][1:]}
+    data = {"wordnet": {"rate": 4e-3, "batches": [64]}}
+    study = make(datasets=data, budgets={"samples": {"wordnet": 128}}, variants=variants)
+    assert page.negatives_table(study) == ""
+    study.results += results_of(cell, {0.5: 0.1, 1: 0.3, 2: 0.2}, {})
+    for number, variant in enumerate(page.NEGATIVES):
+        for seed in (1, 2):
+            job = replace(cell, factor=1, seed=seed, variant=variant)
+            names = {"query_to_text": 0.2 + number * 0.01 * (1 + seed / 10), "text_to_query": 0.3 + (seed + number * seed) / 100}
+            recalls = {f"val/{name}_R@{k}": value for name, value in names.items() for k in (1, 5, 10)}
+            study.results.append({"job": asdict(job), "figures": {SCORE: 0.5, **recalls}})
+    rows = page.negatives_table(study).splitlines()[2:]
+    assert rows[0] == "| 64 | CLIP | 20.0 ± 0.0 |  | 31.5 ± 0.7 |  |"
+    assert rows[1].startswith("| 64 | words → definition only | 21.2 ± 0.1 | +1.2 (p = 0.028) | 33.0 ± 1.4 | +1.5 (p = ")
+    assert rows[3].startswith("| 64 | and mined negatives | 23.5 ± 0.2 | +1.2 (p = 0.028)")
+    assert "64, words → definition: CLIP: 20.00 ± 0.00, words → definition only: 21.15" in page.description(
+        page.negatives_plot(study)
+    )
+
+
+def test_untrained_models_are_evaluated_with_every_seed(make: Callable[..., Study], tmp_path: Path) -> None:
+    study = make(untrained=2)
+    jobs = [job for job in study.left() if job.factor == 0]
+    assert jobs == [Job("icons", 16, 2, 0, seed) for seed in (1, 2)]
+    words = Runner(study, tmp_path).words(jobs[0])
+    assert words[words.index("--lr") + 1] == "0.0"
+    study.add(Runner(study, tmp_path).run(jobs[0]))
+    assert [job for job in study.left() if job.factor == 0] == jobs[1:]
+
+
+def test_every_kept_result_is_of_the_command_that_its_job_has_now() -> None:
+    """A change of the grid does not relabel it."""
+    study = page.load()
+    runner = Runner(study, Path("unused"))
+    runner.data = lambda job: []
+    for result in study.results:
+        if "job" in result:
+            job = Job(**result["job"])
+            words = runner.words(job)
+            command = result["command"]
+            if "--warmup" not in command:  # of the first runs, which had the trainer's: a tenth
+                place = words.index("--warmup")
+                assert words[place + 1] == str(job.steps // 10)
+                del words[place : place + 2]
+            assert command.endswith(shlex.join(words)), job
+            assert result["rate"] == study.rate(job)
+            assert (f"--nproc-per-node {runner.ranks(job)} " in command) == (runner.ranks(job) > 1)
 
 
 def test_the_difference_between_methods_stands_beside_that_between_seeds(
