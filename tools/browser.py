@@ -44,10 +44,16 @@ class Browser:
         self._received, self._number = b"", 0
         self.log: list[str] = []
         self.requests: list[str] = []
-        target = self.send("Target.createTarget", session=False, url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", session=False, targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.send(f"{domain}.enable")
+        try:
+            target = self.send("Target.createTarget", session=False, url="about:blank")["targetId"]
+            attached = self.send("Target.attachToTarget", session=False, targetId=target, flatten=True)
+            self._session = attached["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.send(f"{domain}.enable")
+        except BaseException:
+            self._process.kill()  # no one else knows of it
+            self._process.wait()
+            raise
 
     def close(self) -> None:
         self.send("Browser.close", session=False)
@@ -55,11 +61,12 @@ class Browser:
         os.close(self._in)
         os.close(self._out)
 
-    def open(self, path: Path, *, width: int, dark: bool = False) -> None:
-        """Until everything is drawn."""
+    def open(self, path: Path, *, width: int, dark: bool = False, touch: bool = False) -> None:
+        """Until everything is drawn. `touch`: as a phone has it, with fingers and no mouse."""
         self.send("Page.navigate", url="about:blank")
         self.log, self.requests = [], []
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=touch)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.send("Page.navigate", url=path.resolve().as_uri())
@@ -108,7 +115,10 @@ class Browser:
         while b"\0" not in self._received:
             ready, _, _ = select.select([self._in], [], [], PATIENCE)
             assert ready, "the browser does not answer"
-            self._received += os.read(self._in, 2**20)
+            received = os.read(self._in, 2**20)
+            if not received:
+                raise ConnectionError("browser: must answer, has ended instead. Look for what killed it.")
+            self._received += received
         message, _, self._received = self._received.partition(b"\0")
         found: dict[str, Any] = json.loads(message)
         return found
