@@ -2,8 +2,12 @@
 
 import base64
 import json
+import logging
 import math
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +22,16 @@ from plotly.graph_objects import Figure as PlotlyFigure
 
 from megabatch import cli
 from megabatch.report import figures
-from megabatch.report.figures import Group, curves, grouped, parts_of_step, thinned, with_error_bars
+from megabatch.report.figures import Group, curves, differences, grouped, parts_of_step, thinned, with_error_bars
 from megabatch.report.page import Picture, Retrieved, Section, page_of, render
 from megabatch.report.runs import read_runs
+from megabatch.report.summary import last_metrics
 from megabatch.train import report_command
+from megabatch.train.config import Run
+from megabatch.train.data.source import BadSample
 from megabatch.train.encoding import Encoder
 from megabatch.train.objective import Objective
+from megabatch.train.report import Report
 from megabatch.train.retrieved import retrieved
 from studies import page as study_page
 from tools.browser import Browser
@@ -31,6 +39,7 @@ from tools.browser import Browser
 from .training import steps, train, write_pairs, write_shapes
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
+A4 = 703  # pixels of a line on paper, between margins of 12 mm
 DOT = base64.b64encode(b"\x89PNG\r\n").decode()
 
 
@@ -96,7 +105,7 @@ def test_every_metric_has_its_section_and_an_unknown_one_is_shown_under_its_name
     ]
     assert sections["Retrieval"] == ["Recall at 5, image to text", "Median rank, text to image"]
     assert sections["Optimization"] == ["Learning rate", "Gradient norm", "Logit scale"]
-    assert {"Samples per second, all ranks", "Seconds of a step in the loss", "Peak memory, MiB"} <= set(
+    assert {"Samples per second, all ranks", "Seconds of a step in the loss", "Peak memory of rank 0, MiB"} <= set(
         sections["Speed and memory"]
     )
     assert sections["Other metrics"] == ["mine/temperature"]
@@ -140,15 +149,67 @@ def test_seeds_of_one_setting_are_a_mean_with_a_band_of_its_standard_deviation(t
     groups = grouped(read_runs(folders))
     assert [(group.label, len(group.runs)) for group in groups] == [("lr 0.001 (3 seeds)", 3), ("other", 1)]
     traces = figure_of(groups, "Training loss").traces
-    assert [trace.get("view") for trace in traces] == ["runs"] * 3 + ["mean"] * 3 + [None]
-    low, high, mean = traces[3:6]
-    assert unpacked(mean["y"]).tolist() == [6.0, 3.0, 5.0]
-    assert unpacked(low["y"]).tolist() == [4.0, 2.0]  # no deviation of one
-    assert unpacked(high["y"]).tolist() == [8.0, 4.0]
-    assert "6.5000 ±" not in page(*folders)
+    assert [trace.get("view") for trace in traces] == ["runs"] * 3 + ["mean"] * 2 + [None]
+    band, mean = traces[3:5]
+    assert unpacked(mean["y"]).tolist() == [6.0, 3.0]
+    assert unpacked(band["y"]).tolist() == [8.0, 4.0, 2.0, 4.0]  # there above, and back below
+    assert unpacked(band["xs"]["steps"]).tolist() == [1, 2, 2, 1]
     text = text_of(page(*folders[:2]))
     assert "mean ± std: one setting (2 seeds)" in text
     assert "2.5000 ± 0.7071" in text
+
+
+def test_a_mean_is_of_the_steps_that_all_its_runs_have(tmp_path):
+    """Else it would jump where a run ends, and its time would run backwards."""
+    slow = [step_line(step, 9.0, **{"train/step_seconds": 5.0}) for step in (1, 2, 3)]
+    quick = [step_line(step, 1.0, **{"train/accuracy": 0.5}) for step in (1, 2, 3, 4, 5)]
+    folders = [write_run(tmp_path / str(seed), lines, seed=seed) for seed, lines in enumerate((slow, quick))]
+    groups = grouped(read_runs(folders))
+    figure = figure_of(groups, "Training loss")
+    assert unpacked(figure.traces[-1]["y"]).tolist() == [5.0] * 3
+    assert unpacked(figure.traces[-1]["xs"]["time"]).tolist() == [2.75, 5.5, 8.25]
+    assert figure.note.startswith("Some runs lack this, or some of its steps: means are of")
+    alone = figure_of(groups, "Training accuracy, in the batch")
+    assert [trace["name"] for trace in alone.traces] == ["1"]  # no mean of one
+    assert "view" not in alone.traces[0]
+    assert alone.note == figure.note
+    *_, mean = last_metrics(groups).rows
+    assert mean[5:] == ["–"] * len(mean[5:])
+    assert "Runs that end at different steps have no mean." in text_of(page(*folders))
+    alike = [write_run(tmp_path / f"alike{seed}", slow, seed=seed) for seed in range(2)]
+    assert figure_of(grouped(read_runs(alike)), "Training loss").note == ""
+
+
+def test_the_mean_of_equal_values_is_that_value_without_a_deviation(tmp_path):
+    folders = [write_run(tmp_path / str(seed), [step_line(1)], seed=seed) for seed in range(3)]
+    assert np.mean([14.3] * 3) != 14.3
+    *_, band, mean = figure_of(grouped(read_runs(folders)), "Logit scale").traces
+    assert unpacked(mean["y"]).tolist() == [14.3]
+    assert unpacked(band["y"]).tolist() == [14.3, 14.3]
+
+
+def test_a_band_has_a_gap_where_its_mean_has_one(tmp_path):
+    losses = {0: [1.0, 1.0, "nan", 1.0], 1: [3.0, 3.0, 3.0, 3.0]}
+    folders = [
+        write_run(tmp_path / str(seed), [step_line(n + 1, loss) for n, loss in enumerate(each)], seed=seed)
+        for seed, each in losses.items()
+    ]
+    *_, band, _ = figure_of(grouped(read_runs(folders)), "Training loss").traces
+    assert unpacked(band["xs"]["steps"]).tolist() == [1, 2, 2, 1, 3, 4, 4, 3]
+    assert np.isnan(unpacked(band["y"])).tolist() == [False] * 4 + [True, False, False, True]
+    assert band["fill"] == "toself"
+
+
+def test_long_names_are_short_in_a_plot_and_still_different(tmp_path):
+    names = [f"2026_11_18-11_{minute}_00-{model}-lr0.001-seed0" for minute in (35, 42) for model in ("ViT-B", "RN50")]
+    names += [f"{names[0][:30]}-{'more-' * 9}{end}" for end in ("1-lr0.001-seed0", "2-lr0.001-seed0")]
+    groups = grouped(read_runs([write_run(tmp_path / name, [step_line(1)], wd=name) for name in names]))
+    for figure in (figure_of(groups, "Training loss"), *parts_of_step(groups)):
+        short = figure.layout.get("yaxis", {}).get("ticktext") or [trace["name"] for trace in figure.traces]
+        assert len(set(short)) == len(names)
+        assert max(map(len, short)) <= 31
+    error_bars = with_error_bars("Recall", {name: [(64, 0.2, None)] for name in names}, x="batch", y="recall")
+    assert len({trace["name"] for trace in error_bars.traces}) == len(names)
 
 
 def test_what_differs_between_runs_is_apart_from_what_does_not(tmp_path):
@@ -161,6 +222,19 @@ def test_what_differs_between_runs_is_apart_from_what_does_not(tmp_path):
     assert "<td>lr</td>" not in text
     assert "<td>commit</td><td>abc1234</td>" in text
     assert "What differs" not in text_of(page(one))
+    (two / "params.yaml").write_text("lr: 3")
+    assert "None is the same in all runs." in text_of(page(one, two))
+
+
+def test_a_run_whose_settings_are_not_known_differs_in_none_of_them(tmp_path):
+    one = write_run(tmp_path / "one", [step_line(1)], wd=0.2)
+    two = write_run(tmp_path / "two", [step_line(1)], lr=2e-3, wd=0.2)
+    (write_run(tmp_path / "older", [step_line(1)]) / "params.yaml").unlink()
+    runs = read_runs([one, two, tmp_path / "older"])
+    assert differences(runs) == ["lr", "name"]
+    text = text_of(page_of(runs))
+    assert "<th>run</th><th>lr</th>" in text
+    assert "<td>wd</td><td>0.2</td>" in text
 
 
 def test_parts_of_a_step_add_up_to_it(tmp_path):
@@ -178,12 +252,29 @@ def test_parts_of_a_step_add_up_to_it(tmp_path):
     assert "overlaps" in figure.note
 
 
-def test_an_older_run_says_what_was_not_measured(tmp_path):
-    run = write_run(tmp_path, [{"step": 1, "train/loss": 2.0, "train/step_seconds": 0.5}])
-    (figure,) = parts_of_step(grouped(read_runs([run])))
-    assert [trace["name"] for trace in figure.traces] == ["rest"]
-    assert "not measured" in figure.note
-    assert "train/samples was not recorded: nothing is drawn over samples." in text_of(page(run))
+def test_runs_that_did_not_measure_the_parts_of_a_step_are_left_out_and_counted(tmp_path):
+    older = [{"step": 1, "train/loss": 2.0, "train/step_seconds": 9.0}]
+    runs = [
+        write_run(tmp_path / str(n), lines, seed=n) for n, lines in enumerate([older, [step_line(1)], [val_line(1)]])
+    ]
+    (figure,) = parts_of_step(grouped(read_runs(runs)))
+    seconds = {trace["name"]: trace["x"] for trace in figure.traces}
+    assert seconds["rest"] == pytest.approx([0.1])
+    assert figure.note == "2 of 3 runs did not measure them, and are left out."
+    assert parts_of_step(grouped(read_runs(runs[:1]))) == []
+    assert "train/samples was not recorded: nothing is drawn over samples." in text_of(page(runs[0]))
+
+
+def test_parts_of_a_step_are_of_the_steps_in_which_all_were_measured(tmp_path):
+    older = {"step": 1, "train/step_seconds": 9.0, "train/data_seconds": 7.0}
+    (figure,) = parts_of_step(grouped(read_runs([write_run(tmp_path, [older, step_line(2), step_line(3)])])))
+    assert {trace["name"]: trace["x"][0] for trace in figure.traces}["rest"] == pytest.approx(0.1)
+
+
+def test_a_training_time_that_was_not_recorded_is_not_known(tmp_path):
+    groups = grouped(read_runs([write_run(tmp_path, [{"step": 1, "train/loss": 2.0}])]))
+    table = last_metrics(groups)
+    assert table.rows[0][table.head.index("training time")] == "–"
 
 
 def test_skipped_samples_and_nonfinite_steps_are_listed(tmp_path):
@@ -195,6 +286,14 @@ def test_skipped_samples_and_nonfinite_steps_are_listed(tmp_path):
     assert "<td>truncated image</td><td>7</td><td>0.jpg, 1.jpg, 2.jpg, 3.jpg, 4.jpg</td>" in text
     assert "<td>1</td><td>nan</td><td>–</td>" in text
     assert "Not finite, and so a gap: 1 of 1 values." in text
+
+
+def test_skipped_samples_are_listed_also_without_a_metric_of_them(tmp_path):
+    run = write_run(tmp_path, [{"step": 1, "train/loss": 2.0}])
+    (run / "skipped.jsonl").write_text(json.dumps({"name": "0.jpg", "reason": "truncated image"}) + "\n")
+    text = text_of(page(run))
+    assert "<h2>Skipped samples and non-finite steps</h2>" in text
+    assert "<td>truncated image</td><td>1</td><td>0.jpg</td>" in text
 
 
 def everything(tmp_path: Path) -> list[figures.Figure]:
@@ -250,26 +349,48 @@ def test_thinning_keeps_a_gap():
     assert np.isnan(values[thinned(values, 10)]).any()
 
 
-def test_a_hundred_thousand_steps_are_fast_and_small(tmp_path):
-    metrics = [step_line(step, 5 / step + math.sin(step)) for step in range(1, 100_001)]
-    run = write_run(tmp_path, metrics)
-    out = tmp_path / "report.html"
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> tuple[Path, float]:
+    """The page of a hundred thousand steps, and the seconds that it took."""
+    folder = tmp_path_factory.mktemp("long")
+    run = write_run(folder, [step_line(step, 5 / step + math.sin(step)) for step in range(1, 100_001)])
     started = time.process_time()
-    assert cli.main(["report", str(run), "-o", str(out)]) == 0
-    assert time.process_time() - started < 5
-    assert out.stat().st_size < 8e6
-    traces = data_of(out.read_text())["figures"]["plot-1-0"]["traces"]
+    assert cli.main(["report", str(run), "-o", str(folder / "report.html")]) == 0
+    return folder / "report.html", time.process_time() - started
+
+
+def test_a_hundred_thousand_steps_are_fast_and_small(long):
+    path, seconds = long
+    assert seconds < 5
+    assert path.stat().st_size < 8e6
+    traces = data_of(path.read_text())["figures"]["plot-1-0"]["traces"]
     assert 500 < len(unpacked(traces[0]["y"])) < 5000
 
 
 # ---- runs that nobody would wish for
 
 
-def test_a_run_without_metrics_is_refused_by_name(tmp_path, capsys):
+def test_a_run_that_is_not_there_is_refused_by_name(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [step_line(1)])
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["report", str(tmp_path / "nowhere")])
+        cli.main(["report", str(run), str(tmp_path / "typo"), "-o", str(tmp_path / "report.html")])
     error = capsys.readouterr().err
-    assert f"report: RUN must be the folder of a run, with a metrics.jsonl, got {tmp_path / 'nowhere'}" in error
+    assert f"report: RUN must be the folder of a run, got {tmp_path / 'typo'}, which is not there." in error
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_folders_of_runs_that_never_began_are_left_out_with_a_warning(tmp_path, logged):
+    run = write_run(tmp_path / "run", [step_line(1)])
+    (tmp_path / "refused").mkdir()
+    (tmp_path / "report.html").touch()
+    found = read_runs([run, tmp_path / "refused", tmp_path / "report.html"])
+    assert [each.folder for each in found] == [run]
+    assert [name for name in ("refused", "report.html") if any(f"{name} is left out" in line for line in logged)] == [
+        "refused",
+        "report.html",
+    ]
+    with pytest.raises(ValueError, match=r"RUN must be a folder with a metrics.jsonl, got .*refused, without\."):
+        read_runs([tmp_path / "refused"])
 
 
 def test_a_run_given_twice_is_refused(tmp_path):
@@ -278,11 +399,19 @@ def test_a_run_given_twice_is_refused(tmp_path):
         read_runs([run, tmp_path / "x" / ".." / "run"])
 
 
-def test_a_folder_is_no_page_to_write(tmp_path, capsys):
-    run = write_run(tmp_path / "run", [step_line(1)])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["-o", "."], "--out must be a file, got the folder ."),
+        (["-o", "no/page.html"], "--out must be in a folder that is there, got no/page.html. Make no."),
+        (["--examples", "-3"], "--examples must be at least 0, got -3."),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, monkeypatch, capsys, flags, said):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["report", str(run), "-o", str(tmp_path)])
-    assert f"--out must be a file, got the folder {tmp_path}." in capsys.readouterr().err
+        cli.main(["report", str(write_run(tmp_path / "run", [step_line(1)])), *flags])
+    assert f"megabatch report: error: {said}" in capsys.readouterr().err
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
@@ -319,6 +448,19 @@ def test_damaged_metrics_are_read_as_far_as_they_go(tmp_path):
     assert "7 lines could not be read" in text_of(page(run))
 
 
+def test_lines_of_every_file_that_cannot_be_read_are_counted(tmp_path):
+    run = write_run(tmp_path, [step_line(1)])
+    (run / "skipped.jsonl").write_text('garbage\n[1]\n{"name": "a", "reason": "b"}\n{"name": "cut')
+    entry = json.dumps({"step": 1}) + "\n"
+    (run / "nonfinite.jsonl").write_text("garbage\n" + 5 * entry + "not read, as five are shown\n")
+    (found,) = read_runs([run])
+    assert found.notes == [
+        "skipped.jsonl: 2 lines could not be read and are left out.",
+        "nonfinite.jsonl: 1 lines could not be read and are left out.",
+    ]
+    assert (found.skipped, len(found.nonfinite)) == ({"b": 1}, 5)
+
+
 @pytest.mark.parametrize("content", ["", "\n", '{"step": 1, "tr'])
 def test_a_run_that_has_not_begun_is_a_page(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_text(content)
@@ -343,10 +485,10 @@ def test_a_run_in_which_every_value_is_strange_is_a_page(tmp_path, value):
 
 
 def test_metrics_that_are_too_many_are_counted(tmp_path):
-    run = write_run(tmp_path, [step_line(1, **{f"mine/{n}": 1.0 for n in range(100)})])
-    text = text_of(page(run))
-    assert "60 more metrics are not drawn." in text
-    assert text.count("<figcaption>mine/") == 40
+    metrics = {name.format(n): 1.0 for n in range(100) for name in ("mine/{}", "val/image_to_text_R@{}")}
+    text = text_of(page(write_run(tmp_path, [{"step": 1, **metrics}])))
+    assert "100 more metrics are not drawn." in text
+    assert text.count("<figcaption>") == text.count("<figcaption>Recall at") == 100
 
 
 @pytest.mark.parametrize("content", ["[1", "just text", "a: &a [*a]", "{1: {2: 3}}", "\x00"])
@@ -421,17 +563,46 @@ def test_examples_are_the_nearest_images_and_know_which_is_right(shapes, tmp_pat
         assert [match.text for match in matches if match.right] == [text]
 
 
-def test_folders_of_runs_that_never_began_are_left_out(tmp_path, logged):
-    run = write_run(tmp_path / "run", [step_line(1)])
-    (tmp_path / "refused").mkdir()
-    assert [found.folder for found in read_runs([run, tmp_path / "refused"])] == [run]
-    assert any("refused is left out" in line for line in logged)
-
-
 def test_a_run_without_images_says_that_there_are_no_examples(tmp_path):
     pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
     run = train(tmp_path, "--train-data", pairs, "--val-data", pairs, *FLAGS, "--report")
-    assert "None: held-out data must have images, has none." in text_of((run / "report.html").read_text())
+    assert "None: ValueError: held-out data must have images, has none." in text_of((run / "report.html").read_text())
+
+
+@pytest.mark.parametrize("error", [BadSample("not a file"), RuntimeError("not enough memory"), KeyError("model")])
+def test_examples_that_cannot_be_made_leave_the_page_and_say_why(tmp_path, monkeypatch, error):
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("megabatch.train.retrieved.retrieved", fail)
+    report_command.write_report([write_run(tmp_path / "run", [step_line(1)])], tmp_path / "report.html")
+    text = text_of((tmp_path / "report.html").read_text())
+    assert f"None: {type(error).__name__}: " in text
+    assert "Training loss" in text
+
+
+def test_a_page_says_that_only_some_settings_have_examples(tmp_path, monkeypatch):
+    monkeypatch.setattr("megabatch.train.retrieved.retrieved", lambda *_: [])
+    runs = [write_run(tmp_path / str(n), [step_line(1)], lr=n) for n in range(6)]
+    report_command.write_report(runs, tmp_path / "report.html")
+    text = text_of((tmp_path / "report.html").read_text())
+    assert text.count("<h2>Retrieval examples: ") == 4
+    assert "There are none of runs of 2 more settings. Draw these on a page of their own." in text
+    report_command.write_report(runs[:4], tmp_path / "report.html")
+    assert "more settings" not in text_of((tmp_path / "report.html").read_text())
+
+
+def test_a_page_needs_no_package_of_the_trainer(tmp_path):
+    """But for examples, which say what is missing."""
+    packages = [package for package, extra in cli.EXTRAS.items() if extra == "train" and package != "yaml"]
+    script = f"import sys; sys.modules.update(dict.fromkeys({packages})); from megabatch import cli; cli.main()"
+    run = write_run(tmp_path / "run", [step_line(1)])
+    words = [sys.executable, "-c", script, "report", str(run), "-o", str(tmp_path / "report.html")]
+    subprocess.run(words, check=True)
+    text = text_of((tmp_path / "report.html").read_text())
+    assert "Training loss" in text
+    assert "None: ModuleNotFoundError: " in text
+    assert "Examples need megabatch[train]" in text
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
@@ -488,6 +659,14 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(shapes, tmp_path, mo
     monkeypatch.setattr(report_command, "write_report", fail)
     run = train(tmp_path, "--train-data", shapes, "--val-data", shapes, *FLAGS, "--report")
     assert (run / "out.log").read_text().count("report.html was not written: OSError: [Errno 28] No space left") == 3
+
+
+def test_a_page_whose_packages_are_damaged_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megabatch.train.report_command", None)
+    with Report(tmp_path, Run(report=True), total_steps=1, first_step=0) as report:
+        report.validation(1, {"val/loss": 1.0})
+    assert (tmp_path / "out.log").read_text().count("report.html was not written: ModuleNotFoundError: ") == 2
+    assert not any(isinstance(handler, logging.FileHandler) for handler in logging.getLogger("megabatch").handlers)
 
 
 def test_without_plotly_the_flag_is_refused_at_the_start(shapes, tmp_path, monkeypatch, capsys):
@@ -550,12 +729,13 @@ def assert_shown(browser: Browser, path: Path) -> None:
     assert browser.requests == [path.as_uri()]
     assert browser.run("document.querySelectorAll('.plot').length") > 10
     assert browser.run(EMPTY) == []
+    browser.run("document.querySelectorAll('details').forEach((each) => (each.open = true))")
     assert browser.run(MISPLACED) == []
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Path:
-    """A page of two settings, three seeds each, and a run with a long name."""
+    """A page of two settings, three seeds each, and a run with a long name and a metric with another."""
     folder = tmp_path_factory.mktemp("many")
     runs = []
     for lr in (1e-3, 123456.789e-8):
@@ -564,6 +744,7 @@ def many(tmp_path_factory) -> Path:
             lines += [val_line(step, step / 400) for step in range(20, 200, 20)]
             name = f"2026_11_18-11_35_00-ViT-B-32-clip-b{32768}-lr{lr:g}-seed{seed}"
             runs.append(write_run(folder / name, lines, seed=seed, lr=lr, train_data="/data/" + "very-long-name" * 20))
+    lines += [{"step": 199, "a-metric-without-an-end" * 8: 1.0}]
     runs.append(write_run(folder / ("a-name-without-an-end" * 8), lines, lr=1.0))
     path = folder / "report.html"
     path.write_text(page(*runs))
@@ -579,6 +760,37 @@ def test_a_page_is_drawn_without_errors_or_a_network_and_its_text_has_room(brows
     assert dark_ground == dark
 
 
+def test_a_page_on_a_phone_has_room_for_buttons_and_scrolls_under_a_finger(browser, many):
+    browser.open(many, width=400, touch=True)
+    assert_shown(browser, many)
+    assert browser.run("getComputedStyle(document.querySelector('.modebar-group')).opacity") != "0"
+    assert browser.run("document.querySelector('.plot')._fullLayout.dragmode") is False
+
+
+def test_a_page_on_paper_is_complete_and_is_as_before_afterwards(browser, many):
+    browser.open(many, width=A4)
+    closed = "document.querySelectorAll('details:not([open])').length"
+    assert browser.run(closed) == 2
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    assert browser.run(closed) == 0
+    assert_shown(browser, many)
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert browser.run(closed) == 2
+
+
+def test_pages_of_unusual_runs_are_drawn_without_errors(browser, long, tmp_path):
+    nan = [dict.fromkeys(step_line(1), "nan") | {"step": step} for step in (1, 2)]
+    pages = [long[0]]
+    for name, lines in {"empty": [], "nan": nan}.items():
+        pages.append(tmp_path / f"{name}.html")
+        pages[-1].write_text(page(*(write_run(tmp_path / name / str(seed), lines, seed=seed) for seed in range(2))))
+    for path in pages:
+        browser.open(path, width=1600)
+        assert browser.log == []
+        assert browser.run(MISPLACED) == []
+
+
 @pytest.mark.parametrize("width", [400, 1600])
 def test_the_page_of_the_study_is_drawn_as_well(browser, tmp_path, width):
     path = tmp_path / "study.html"
@@ -592,7 +804,7 @@ def test_switches_change_the_axis_the_lines_the_colours_and_what_is_hidden(brows
     traces = "document.querySelector('.plot').data.map((trace) => trace.name).length"
     last_x = "Math.max(...document.querySelector('.plot')._fullData.at(-1).x)"
     click = "document.querySelector('input[name={}][value=\"{}\"]').click()"
-    assert (browser.run(traces), browser.run(last_x)) == (7, 199)  # two means with two lines of a band each, and a run
+    assert (browser.run(traces), browser.run(last_x)) == (5, 199)  # two means with a band each, and a run
     browser.run(click.format("axis", "samples"))
     assert browser.run(last_x) == 199 * 256
     browser.run(click.format("axis", "time"))
@@ -664,6 +876,25 @@ def test_a_hostile_page_is_drawn_and_runs_nothing_of_it(browser, tmp_path):
     assert browser.run(EMPTY) == []
     assert browser.requests == [path.as_uri()]
     assert browser.log == []
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "said"),
+    [
+        ("read -r -d '' message <&3", ConnectionError, "must answer, has ended instead"),
+        ("exec sleep 600", AssertionError, "does not answer"),
+    ],
+)
+def test_a_browser_that_does_not_start_is_an_error_and_leaves_no_process(tmp_path, monkeypatch, program, error, said):
+    path = tmp_path / "browser"
+    path.write_text(f"#!/bin/bash\necho $$ > {tmp_path / 'pid'}\n{program}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr("tools.browser.PROGRAMS", [str(path)])
+    monkeypatch.setattr("tools.browser.PATIENCE", 2.0)
+    with pytest.raises(error, match=said):
+        Browser(tmp_path / "profile")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_the_browser_finds_what_is_wrong(browser, tmp_path):

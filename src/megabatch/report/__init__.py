@@ -2,7 +2,7 @@
 
 runs.py      what a run has left in its folder
 figures.py   curves, bars and error bars, as plotly draws them
-summary.py   tables: figures of the last step, settings, skipped samples, environment
+summary.py   tables: metrics of the last step, settings, skipped samples, environment
 page.py      all of it as HTML; page.css and page.js go into it
 
 Nothing here knows the trainer: `megabatch report` and `megabatch train --report` are commands of train/. Its

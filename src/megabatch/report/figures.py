@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from html import escape
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -19,23 +21,26 @@ from .runs import AXES, Column, Numbers, Run, finite, median
 
 POINTS = 60_000  # on a page, at most; but every curve has some
 STRETCHES = (10, 500)  # of a curve: at least, at most
-MOST_OTHERS = 40  # metrics that are not known here
+MOST_METRICS = 100
+LONGEST_NAME = 29  # characters, in a plot on a phone
 # Okabe and Ito's colours, which colour-blind readers can distinguish, as far as they can be seen on light and dark.
 COLOURS = ("#2583c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6fc1", "#7f8489")
 DASHES = ("solid", "dash", "dot", "dashdot")
 PARTS = {"data": "waiting for data", "towers": "towers", "loss": "loss", "communication": "waiting for other ranks"}
 REST = "rest"
-NOT_APART = "Parts were not measured in all of these runs; rest has what was not."
+NONE = "–"
+UNEQUAL = "Some runs lack this, or some of its steps: means are of the runs that have it, at the steps that they share."
 OVERLAPS = "Communication that overlaps with towers or loss is no waiting, and in their seconds."
 HOVER = "%{y:.5g} at %{x:,.6~g}<br>%{fullData.name}<extra></extra>"
 MEAN_HOVER = "%{y:.5g} ± %{customdata:.2g}"
 FEW = 50  # points, which are marked
-ROOM = 1.9  # ratio of neighbouring ticks on a logarithmic axis, at least
-# Settings in which runs of one setting may differ.
-OWN = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep", "report"}
-OWN |= {"report_to", "wandb_project_name", "log_every_n_steps"}
+TICK_RATIO = 1.9  # of neighbouring ticks on a logarithmic axis, at least
+# Names of settings in which runs of one setting may differ.
+NOT_COMPARED = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep"}
+NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps"}
 
 Trace = dict[str, Any]
+Places = NDArray[np.intp]  # of a column
 
 SPEED, LEFT_OUT, OTHERS = "Speed and memory", "Skipped samples and non-finite steps", "Other metrics"
 # Sections of the page, and the metrics that belong there, with their titles.
@@ -58,7 +63,7 @@ METRICS = (
     (SPEED, r"train/communication_seconds", "Seconds of a step waiting for other ranks"),
     (SPEED, r"train/tflops_per_second", "TFLOP/s per rank"),
     (SPEED, r"train/mfu", "Model FLOPs utilization"),
-    (SPEED, r"train/memory_mib", "Peak memory, MiB"),
+    (SPEED, r"train/memory_mib", "Peak memory of rank 0, MiB"),
     (LEFT_OUT, r"(train|val|zeroshot)/skipped_samples", r"Skipped samples, \1"),
     (LEFT_OUT, r"train/nonfinite_steps", "Non-finite steps"),
     ("", r"train/epoch|train/samples|val/samples|val/captions|zeroshot/samples", ""),  # are not drawn
@@ -87,12 +92,12 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs whose settings are the same but for OWN."""
+    """Runs whose settings are the same but for NOT_COMPARED."""
     found: dict[object, list[Run]] = {}
     for run in runs:
-        setting = tuple(sorted((name, value) for name, value in run.settings.items() if name not in OWN))
+        setting = tuple(sorted((name, value) for name, value in run.settings.items() if name not in NOT_COMPARED))
         found.setdefault(setting or run.name, []).append(run)
-    differing = [name for name in differences([group[0] for group in found.values()]) if name not in OWN]
+    differing = [name for name in differences([group[0] for group in found.values()]) if name not in NOT_COMPARED]
     return [Group(_label(group, differing), group, _style(number)) for number, group in enumerate(found.values())]
 
 
@@ -103,20 +108,21 @@ def _style(number: int) -> Trace:
 def _label(runs: Sequence[Run], differing: Sequence[str]) -> str:
     if len(runs) == 1:
         return runs[0].name
-    setting = ", ".join(f"{name} {runs[0].settings.get(name)}" for name in differing)
+    setting = ", ".join(f"{name} {runs[0].settings.get(name, NONE)}" for name in differing)
     seeds = len({run.settings.get("seed") for run in runs})
     return f"{setting or 'one setting'} ({len(runs)} {'seeds' if seeds == len(runs) else 'runs'})"
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """Settings that are not the same in all of these runs."""
+    """Settings that are not the same in all of these runs whose settings are known."""
+    runs = [run for run in runs if run.settings]
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
 
 
 def time_unit(runs: Iterable[Run]) -> tuple[float, str]:
     """In seconds, for an axis that shows all of these runs."""
-    longest = max((run.seconds for run in runs), default=0)
+    longest = max((run.seconds or 0.0 for run in runs), default=0.0)
     return (1.0, "seconds") if longest < 180 else (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
 
 
@@ -126,62 +132,84 @@ def time_unit(runs: Iterable[Run]) -> tuple[float, str]:
 def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
     """A figure for every metric, by section."""
     runs = [run for group in groups for run in group.runs]
-    metrics, (unit, _) = metrics_of(runs), time_unit(runs)
+    metrics, (unit, _) = dict(islice(metrics_of(runs).items(), MOST_METRICS)), time_unit(runs)
     count = sum(metric in run.columns for run in runs for metric in metrics)
     stretches = int(np.clip(POINTS / 4 / max(count, 1), *STRETCHES))
+    names = _short([*(run.name for run in runs), *(group.label for group in groups)])
     sections: dict[str, list[Figure]] = {}
     for metric, (section, title) in metrics.items():
-        traces = [trace for n, group in enumerate(groups) for trace in _traces(group, n, metric, unit, stretches)]
-        values = np.concatenate([run.columns[metric].values for run in runs if metric in run.columns])
-        bad = int((~np.isfinite(values)).sum())
-        note = f"Not finite, and so a gap: {bad} of {len(values)} values." if bad else ""
         figures = sections.setdefault(section, [])
-        if section != LEFT_OUT or values.any():
-            layout = {"yaxis": {"rangemode": "tozero"}} if section == LEFT_OUT else {}
-            figures.append(Figure(title, traces, layout, note))
+        values = np.concatenate([run.columns[metric].values for run in runs if metric in run.columns])
+        if section == LEFT_OUT and not values.any():
+            continue
+        each = (_traces(group, n, metric, names, unit, stretches) for n, group in enumerate(groups))
+        bad = int((~np.isfinite(values)).sum())
+        notes = [f"Not finite, and so a gap: {bad} of {len(values)} values."] * (bad > 0)
+        notes += [UNEQUAL] * any(_unequal(group.runs, metric) for group in groups)
+        layout = {"yaxis": {"rangemode": "tozero"}} if section == LEFT_OUT else {}
+        figures.append(Figure(title, [*chain(*each)], layout, " ".join(notes)))
     return sections
 
 
-def metrics_of(runs: Iterable[Run], most_others: int | None = MOST_OTHERS) -> dict[str, tuple[str, str]]:
-    """The metrics that are drawn of these runs, each with its section and title, in the order of the page."""
+def metrics_of(runs: Iterable[Run]) -> dict[str, tuple[str, str]]:
+    """The metrics of these runs, each with its section and title, in the order of the page. Not all may be drawn."""
     names = {metric for run in runs for metric in run.columns}
     left = sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])  # @5 before @10
     found: dict[str, tuple[str, str]] = {}
     for section, pattern, title in METRICS:
         found |= {name: (section, re.sub(pattern, title, name)) for name in left if re.fullmatch(pattern, name)}
-    others = [name for name in left if name not in found][:most_others]
-    return {name: place for name, place in found.items() if place[0]} | {name: (OTHERS, name) for name in others}
+    others = {name: (OTHERS, name) for name in left if name not in found}
+    return {name: place for name, place in found.items() if place[0]} | others
 
 
-def _traces(group: Group, number: int, metric: str, unit: float, stretches: int) -> Iterator[Trace]:
+def _unequal(runs: Sequence[Run], metric: str) -> bool:
+    """Whether they have it at different steps, or not all of them have it."""
+    return len({run.columns[metric].steps.tobytes() if metric in run.columns else b"" for run in runs}) > 1
+
+
+def _traces(
+    group: Group, number: int, metric: str, names: Mapping[str, str], unit: float, stretches: int
+) -> Iterator[Trace]:
     runs = [run for run in group.runs if metric in run.columns]
     columns = [Column(each.steps, finite(each.values)) for each in (run.columns[metric] for run in runs)]
-    axes = [run.axes(column.steps, unit) for run, column in zip(runs, columns, strict=True)]
-    several = len(group.runs) > 1
-    for run, column, places in zip(runs, columns, axes, strict=True):
+    several = len(runs) > 1
+    for run, column in zip(runs, columns, strict=True):
         kept = thinned(column.values, stretches)
-        shown = {"name": _name(run.name), "group": number, **({"view": "runs"} if several else {})}
-        yield {**shown, **_line(column.values, places, kept, {**group.style, "width": 1 if several else 1.6})}
-    if not several or not runs:
+        shown = {"name": names[run.name], "group": number, **({"view": "runs"} if several else {})}
+        style = {**group.style, "width": 1 if several else 1.6}
+        yield {**shown, **_line(column.values, run.axes(column.steps, unit), kept, style)}
+    if not several:
         return
-    steps = np.unique(np.concatenate([column.steps for column in columns]))
-    mean, deviation = _mean(steps, columns)
-    places = {
-        axis: _mean(steps, [Column(column.steps, each[axis]) for column, each in zip(columns, axes, strict=True)])[0]
-        for axis in AXES
-    }
+    steps, values = _shared(columns)
+    apart = values - values[0]  # exactly 0 where all are the same, whose mean may be rounded
+    mean, deviation = values[0] + apart.mean(0), apart.std(0, ddof=1)
+    axes = [run.axes(steps, unit) for run in runs]
+    places = {axis: np.mean([each[axis] for each in axes], 0) for axis in AXES}
     kept = thinned(mean, stretches)
-    shown = {"name": _name(group.label), "group": number, "view": "mean"}
-    within = kept[np.isfinite(deviation[kept] + mean[kept])]
-    edge = {"color": group.style["color"], "width": 0}
-    for side, more in ((-1, {}), (1, {"fill": "tonexty", "fillcolor": group.style["color"] + "33"})):
-        band = _line(mean + side * deviation, places, within, edge)
-        yield {**shown, **band, "mode": "lines", "hoverinfo": "skip", "hovertemplate": None, **more}
+    shown = {"name": names[group.label], "group": number, "view": "mean"}
+    yield {**shown, **_band(mean, deviation, places, kept, group.style["color"])}
     spread = {"customdata": packed(deviation[kept]), "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
     yield {**shown, **_line(mean, places, kept, {**group.style, "width": 2}), **spread}
 
 
-def _line(values: Numbers, places: Mapping[str, Numbers], kept: NDArray[np.intp], line: Trace) -> Trace:
+def _shared(columns: Sequence[Column]) -> tuple[Numbers, Numbers]:
+    """The steps that all of these have, and their values there, a row each."""
+    steps = reduce(np.intersect1d, (column.steps for column in columns))
+    return steps, np.array([column.values[np.searchsorted(column.steps, steps)] for column in columns])
+
+
+def _band(mean: Numbers, deviation: Numbers, places: Mapping[str, Numbers], kept: Places, colour: str) -> Trace:
+    """Every stretch between two gaps is a shape of its own: there along the upper edge, and back along the lower."""
+    stretches = np.split(kept, np.flatnonzero(~np.isfinite(mean[kept] + deviation[kept])))  # a gap begins a stretch
+    around = np.concatenate([np.append(each, each[::-1]) for each in stretches])
+    sides = np.concatenate([np.repeat((1, -1), len(each)) for each in stretches])
+    edge = finite(mean[around] + sides * deviation[around])
+    places = {axis: place[around] for axis, place in places.items()}
+    fill = {"mode": "lines", "fill": "toself", "fillcolor": colour + "33", "hoverinfo": "skip", "hovertemplate": None}
+    return {**_line(edge, places, np.arange(len(edge)), {"width": 0}), **fill}
+
+
+def _line(values: Numbers, places: Mapping[str, Numbers], kept: Places, line: Trace) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(values) <= FEW else "lines",
@@ -193,20 +221,7 @@ def _line(values: Numbers, places: Mapping[str, Numbers], kept: NDArray[np.intp]
     }
 
 
-def _mean(steps: Numbers, columns: Sequence[Column]) -> tuple[Numbers, Numbers]:
-    """Over the columns that have a value for the step, and the standard deviation where there are two of them. One that
-    is not finite makes a gap."""
-    values, there = np.zeros((2, len(columns), len(steps)))
-    for row, column in enumerate(columns):
-        place = np.searchsorted(steps, column.steps)
-        values[row, place], there[row, place] = column.values, 1
-    count = there.sum(0)
-    mean = values.sum(0) / count
-    squares = (there * (values - mean) ** 2).sum(0)
-    return mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
-
-
-def thinned(values: Numbers, stretches: int) -> NDArray[np.intp]:
+def thinned(values: Numbers, stretches: int) -> Places:
     """The places of the values that are kept."""
     length = len(values)
     width = -(-length // stretches)
@@ -233,41 +248,40 @@ def packed(values: Numbers) -> dict[str, str]:
 
 
 def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
-    """A bar for each group, of the median seconds of each part of a step; none where none was measured."""
-    seconds: dict[str, dict[str, float | None]] = {title: {} for title in (*PARTS.values(), REST)}
-    for group in groups:
-        found: dict[str, list[Numbers]] = {}
-        for run in group.runs:
-            if "train/step_seconds" in run.columns:
-                steps, rest = run.columns["train/step_seconds"]
-                for part, title in PARTS.items():
-                    if (column := run.columns.get(f"train/{part}_seconds")) is not None:
-                        values = np.interp(steps, *column)
-                        found.setdefault(title, []).append(values)
-                        rest = rest - values
-                found.setdefault(REST, []).append(rest)
-        for title, each in found.items():
-            seconds[title][group.label] = median(np.concatenate(each))
-    labels = [_name(label) for label in seconds[REST]]
+    """A bar for each group, of the median seconds of each part of a step, in the runs that measured them."""
+    measured = [[seconds for run in group.runs if (seconds := _seconds(run)).size] for group in groups]
+    bars = {group.label: np.concatenate(each, 1) for group, each in zip(groups, measured, strict=True) if each}
+    medians = [[*map(median, (*rows[1:], rows[0] - rows[1:].sum(0)))] for rows in bars.values()]
+    names = _short(bars)
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": title,
-            "x": [medians.get(label) for label in seconds[REST]],
-            "y": list(range(len(labels))),
+            "x": x,
+            "y": list(range(len(bars))),
             "marker": {"color": colour},
             "hovertemplate": f"%{{x:.4g}} s<br>{title}<extra></extra>",
         }
-        for (title, medians), colour in zip(seconds.items(), COLOURS, strict=False)
-        if medians
+        for title, x, colour in zip((*PARTS.values(), REST), zip(*medians, strict=True), COLOURS, strict=False)
+        if any(x)
     ]
-    apart = all(label in seconds["towers"] for label in seconds[REST])
-    note = (OVERLAPS if seconds[PARTS["communication"]] else "") if apart else NOT_APART
-    layout = {"barmode": "stack", "showlegend": True, "height": 120 + 28 * len(labels)}
-    groups_axis = {"autorange": "reversed", "tickvals": list(range(len(labels))), "ticktext": labels}
-    layout |= {"xaxis": {"title": {"text": "seconds"}}, "yaxis": groups_axis}
-    return [Figure("Parts of a step, medians", traces, layout, note, wide=True)] if traces else []
+    runs, known = (sum(map(len, each)) for each in ([group.runs for group in groups], measured))
+    notes = [OVERLAPS] * any(trace["name"] == PARTS["communication"] for trace in traces)
+    notes += [f"{runs - known} of {runs} runs did not measure them, and are left out."] * (runs > known)
+    layout = {"barmode": "stack", "showlegend": True, "height": 120 + 28 * len(bars)}
+    ticks = {"tickvals": list(range(len(bars))), "ticktext": [names[label] for label in bars]}
+    layout |= {"xaxis": {"title": {"text": "seconds"}}, "yaxis": {"autorange": "reversed", **ticks}}
+    return [Figure("Parts of a step, medians", traces, layout, " ".join(notes), wide=True)] if traces else []
+
+
+def _seconds(run: Run) -> Numbers:
+    """Of a step, and of each of PARTS, a row each, for the steps of which all were measured."""
+    nothing = Column(np.empty(0), np.empty(0))
+    step, *parts, waiting = (run.columns.get(f"train/{part}_seconds", nothing) for part in ("step", *PARTS))
+    if waiting is nothing:  # one rank waits for no others
+        waiting = Column(step.steps, np.zeros(len(step.steps)))
+    return _shared([step, *parts, waiting])[1]
 
 
 def with_error_bars(
@@ -286,11 +300,12 @@ def with_error_bars(
         x, y: What the axes show.
     """
     named = any(isinstance(point[0], str) for points in series.values() for point in points)
+    names = _short(series)
     traces: list[Trace] = []
     for number, (name, points) in enumerate(series.items()):
         ordered = points if named else sorted(points, key=lambda point: point[0])
         places, means, deviations = (list(column) for column in zip(*ordered, strict=True))
-        trace: Trace = {"type": "scatter", "name": _name(name), "x": places, "y": means, "line": _style(number)}
+        trace: Trace = {"type": "scatter", "name": names[name], "x": places, "y": means, "line": _style(number)}
         trace |= {"mode": "markers" if named else "lines+markers", "hovertemplate": HOVER}
         if None not in deviations:
             trace["error_y"] = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
@@ -302,7 +317,7 @@ def with_error_bars(
     else:
         ticks: list[Any] = []
         for place in sorted({point[0] for points in series.values() for point in points}):
-            if not ticks or place >= ROOM * ticks[-1]:
+            if not ticks or place >= TICK_RATIO * ticks[-1]:
                 ticks.append(place)
         texts = [f"1/{1 / tick:g}" if tick < 1 and (1 / tick).is_integer() else f"{tick:,.10g}" for tick in ticks]
         axis |= {"type": "log", "tickvals": ticks, "ticktext": texts}
@@ -310,6 +325,16 @@ def with_error_bars(
     return Figure(title, traces, layout, note)
 
 
-def _name(text: str) -> str:
-    """For a plot: not too long for a phone, and without the markup that plotly would see."""
-    return escape(text if len(text) <= 29 else f"{text[:14]}…{text[-14:]}", quote=False)
+def _short(texts: Iterable[str]) -> dict[str, str]:
+    """For a plot: not too long for a phone, still different, and without the markup that plotly would see."""
+    found: dict[str, list[str]] = {}
+    for text in dict.fromkeys(texts):
+        found.setdefault(text if len(text) <= LONGEST_NAME else f"{text[:14]}…{text[-14:]}", []).append(text)
+    short = {same[0]: escape(cut, quote=False) for cut, same in found.items() if len(same) == 1}
+    for same in found.values():
+        if len(same) > 1:  # what all of them begin with says nothing
+            letters = zip(*same, strict=False)
+            start = next((place for place, each in enumerate(letters) if len(set(each)) > 1), min(map(len, same)))
+            ends = _short(text[start:] for text in same)
+            short |= {text: f"…{ends[text[start:]]}" for text in same}
+    return short

@@ -47,7 +47,12 @@ function draw(id, width) {
     font: { family: panel.fontFamily, size: 12, color: panel.color },
     legend: { orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0 },
     ...figure.layout,
-    xaxis: { ...lines, title: switched ? { text: data.axes[axis], standoff: 6 } : undefined, ...(figure.layout.xaxis || {}) },
+    // standoff: from the lowest value of y, which may be beside the first of x
+    xaxis: {
+      ...lines,
+      ...(switched ? { title: { text: data.axes[axis], standoff: 6 }, ticklabelstandoff: 4 } : {}),
+      ...(figure.layout.xaxis || {}),
+    },
     yaxis: { ...lines, exponentformat: "e", ...(figure.layout.yaxis || {}) },
   };
   if (width) layout.width = width;
@@ -67,9 +72,14 @@ function wide(id) {
 
 document.querySelector("nav").addEventListener("change", () => drawAll());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
+let opened = []; // by printing, which closes them again
 addEventListener("beforeprint", () => {
-  document.querySelectorAll("details").forEach((each) => (each.open = true));
+  opened = [...document.querySelectorAll("details:not([open])")];
+  opened.forEach((each) => (each.open = true));
   drawAll(printWidth);
 });
-addEventListener("afterprint", () => drawAll());
+addEventListener("afterprint", () => {
+  opened.forEach((each) => (each.open = false));
+  drawAll();
+});
 drawAll().then(() => (root.dataset.drawn = "true"));

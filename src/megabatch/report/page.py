@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from .. import __version__
 from . import summary
-from .figures import LEFT_OUT, OTHERS, SPEED, Figure, Group, curves, grouped, metrics_of, parts_of_step, time_unit
+from .figures import LEFT_OUT, MOST_METRICS, SPEED, Figure, Group, curves, grouped, metrics_of, parts_of_step, time_unit
 from .runs import Run
 from .summary import Table
 
@@ -59,18 +59,20 @@ def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
     groups = grouped(runs)
     several = any(len(group.runs) > 1 for group in groups)
     notes = [f"{run.name}: {' '.join(run.notes)}" for run in runs if run.notes]
-    sections = [Section("Last figures", notes, [summary.last_figures(groups)])]
+    more = len(metrics_of(runs)) - MOST_METRICS
+    notes += [f"{more:,} more metrics are not drawn."] * (more > 0)
+    sections = [Section("Last metrics", notes, [summary.last_metrics(groups)])]
     if different := summary.differing_settings(runs):
         sections.append(Section("What differs between the runs", tables=different))
-    drawn = curves(groups)
+    drawn, left_out = curves(groups), summary.left_out(runs)
     for title, figures in drawn.items():
         texts = [f"{THINNED} {TIME}" + f" {BANDS}" * several] if title == next(iter(drawn)) else []
-        tables = summary.left_out(runs) if title == LEFT_OUT else []
+        tables = left_out if title == LEFT_OUT else []
         texts += ["None."] if not figures and not tables else []
-        more = len(metrics_of(runs, None)) - len(metrics_of(runs))
-        texts += [f"{more} more metrics are not drawn."] if title == OTHERS and more else []
         parts = parts_of_step(groups) if title == SPEED else []
         sections.append(Section(title, texts, tables, [*parts, *figures]))
+    if left_out and LEFT_OUT not in drawn:
+        sections.append(Section(LEFT_OUT, tables=left_out))
     settings, environments = summary.common_settings(runs), summary.environments(runs)
     sections += [
         *examples,

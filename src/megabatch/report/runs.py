@@ -5,9 +5,10 @@ import json
 import logging
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ AXES = ("steps", "samples", "time")
 LARGEST_STEP = 2**53
 LONGEST_TEXT = 500  # characters of a setting or of a sample's name
 NAMED = 5  # samples of a reason, and steps, that are listed
+LOOK = "Look in the --logs-dir of train."
 
 
 class Column(NamedTuple):
@@ -59,8 +61,9 @@ class Run:
         return None if column is None else Column(column.steps, np.nancumsum(finite(column.values)))
 
     @property
-    def seconds(self) -> float:
-        return 0.0 if self.clock is None else float(self.clock.values[-1])
+    def seconds(self) -> float | None:
+        """Of training, None where they were not recorded."""
+        return None if self.clock is None else float(self.clock.values[-1])
 
     def axes(self, steps: Numbers, unit: float) -> dict[str, Numbers]:
         """Where these steps are on each of AXES; time in units of so many seconds."""
@@ -88,35 +91,42 @@ def _at(column: Column | None, steps: Numbers) -> Numbers:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Those in these folders. Folders of runs that never began, as a glob finds them, are left out with a warning.
+    """Those in these folders. What is there without metrics, as a glob finds it, is left out with a warning.
 
-    ValueError where none is left, or one is given twice.
+    ValueError where one is not there or given twice, or none is left.
     """
-    begun = [folder for folder in folders if (folder.resolve() / "metrics.jsonl").is_file()]
-    for folder in folders if begun else ():
-        if folder not in begun:
-            _LOGGER.warning("report: %s is left out: there is no %s", folder, folder / "metrics.jsonl")
-    folders = begun or folders
-    places = [folder.resolve() for folder in folders]
-    for folder, place in zip(folders, places, strict=True):
-        if not (folder / "metrics.jsonl").is_file():
-            raise ValueError(
-                f"report: RUN must be the folder of a run, with a metrics.jsonl, got {folder}: there is no "
-                f"{folder / 'metrics.jsonl'}. Look in the --logs-dir of train."
-            )
-        if places.count(place) > 1:
+    places: list[Path] = []
+    for folder in folders:
+        place = folder.resolve()
+        if not place.exists():
+            raise ValueError(f"report: RUN must be the folder of a run, got {folder}, which is not there. {LOOK}")
+        if place in places:
             raise ValueError(f"report: every RUN must be given once, got {folder} several times. Leave one.")
-    return [read_run(folder, name) for folder, name in zip(folders, _names(places), strict=True)]
+        if (place / "metrics.jsonl").is_file():
+            places.append(place)
+        else:
+            _LOGGER.warning("report: %s is left out: it has no metrics.jsonl, as of a run that never began", folder)
+    if not places:
+        given = ", ".join(map(str, folders))
+        raise ValueError(f"report: RUN must be a folder with a metrics.jsonl, got {given}, without. {LOOK}")
+    return [read_run(place, name) for place, name in zip(places, _names(places), strict=True)]
 
 
 def read_run(folder: Path, name: str) -> Run:
-    found, unread = _json_lines(folder / "metrics.jsonl")
+    unread: Counter[str] = Counter()
+    found = list(_json_lines(folder / "metrics.jsonl", unread))
     lines = [line for line in found if type(line.get("step")) is int and 0 <= line["step"] < LARGEST_STEP]
-    unread += len(found) - len(lines)
-    columns, strange = _columns(lines)
+    unread["metrics.jsonl"] += len(found) - len(lines)
+    columns, not_numbers = _columns(lines)
     run = Run(folder, name, columns)
-    run.notes += [f"metrics.jsonl: {unread} lines could not be read and are left out."] * (unread > 0)
-    run.notes += [f"metrics.jsonl: {strange} values are not numbers and are left out."] * (strange > 0)
+    for entry in _json_lines(folder / "skipped.jsonl", unread):
+        reason = text_of(entry.get("reason"))
+        run.skipped[reason] += 1
+        if run.skipped[reason] <= NAMED:
+            run.skipped_names.setdefault(reason, []).append(text_of(entry.get("name")))
+    run.nonfinite = list(islice(_json_lines(folder / "nonfinite.jsonl", unread), NAMED))
+    run.notes += [f"{file}: {count} lines could not be read and are left out." for file, count in (+unread).items()]
+    run.notes += [f"metrics.jsonl: {not_numbers} values are not numbers and are left out."] * (not_numbers > 0)
     run.notes += ["metrics.jsonl has no step yet."] * (not columns)
     for metric, axis in (("train/samples", "samples"), ("train/step_seconds", "time")):
         run.notes += [f"{metric} was not recorded: nothing is drawn over {axis}."] * (
@@ -124,12 +134,6 @@ def read_run(folder: Path, name: str) -> Run:
         )
     run.settings = _read(run, folder / "params.yaml", _settings)
     run.environment = _read(run, folder / "environment.json", lambda text: _flat(json.loads(text)))
-    for entry in _json_lines(folder / "skipped.jsonl")[0]:
-        reason = text_of(entry.get("reason"))
-        run.skipped[reason] += 1
-        if run.skipped[reason] <= NAMED:
-            run.skipped_names.setdefault(reason, []).append(text_of(entry.get("name")))
-    run.nonfinite = _json_lines(folder / "nonfinite.jsonl")[0][:NAMED]
     return run
 
 
@@ -144,27 +148,27 @@ def _names(places: Sequence[Path]) -> list[str]:
     return names
 
 
-def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file, and the number of lines that are none. A last line without an end is being written, or is
-    what a killed run left: it counts only if it is whole."""
-    found, damaged = [], 0
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    for number, line in enumerate((*lines, last)):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        elif line.strip() and number < len(lines):
-            damaged += 1
-    return found, damaged
+def _json_lines(path: Path, unread: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file. Lines that are none are counted in `unread`; a last line without an end is being written,
+    or is what a killed run left: it counts only if it is whole."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif line.strip() and line.endswith(b"\n"):
+                unread[path.name] += 1
 
 
 def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
     """Every metric, and how many values are no numbers."""
     found: dict[str, tuple[list[int], list[float]]] = {}
-    strange = 0
+    not_numbers = 0
     for line in lines:
         step = line.pop("step")
         for name, value in line.items():
@@ -172,7 +176,7 @@ def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
                 try:
                     value = float(value)
                 except (TypeError, ValueError):
-                    strange += 1
+                    not_numbers += 1
                     continue
                 except OverflowError:
                     value = np.inf
@@ -181,7 +185,7 @@ def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
             steps, values = found[name]
             steps.append(step)
             values.append(value)
-    return {name: _in_order(*column) for name, column in found.items()}, strange
+    return {name: _in_order(*column) for name, column in found.items()}, not_numbers
 
 
 def _in_order(steps: Sequence[int], values: Sequence[float]) -> Column:

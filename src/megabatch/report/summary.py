@@ -6,19 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .figures import OWN, Group, differences
+from .figures import NONE, NOT_COMPARED, Group, differences
 from .runs import Run, median, text_of
 
-NONE = "–"
 MOST_REASONS = 20  # of a run
 # Of the last step or evaluation: metric, heading, format.
-FIGURES = (
+METRICS = (
     ("train/loss", "training loss", ".4f"),
     ("train/accuracy", "training accuracy", ".4f"),
     ("val/loss", "validation loss", ".4f"),
     ("val/mean_recall", "mean recall", ".4f"),
     ("zeroshot/top1", "zero-shot top-1", ".4f"),
-    ("train/memory_mib", "memory, MiB", ",.0f"),
+    ("train/memory_mib", "memory of rank 0, MiB", ",.0f"),
     ("train/skipped_samples", "skipped samples", ",.0f"),
     ("train/nonfinite_steps", "non-finite steps", ",.0f"),
 )
@@ -32,10 +31,10 @@ class Table(NamedTuple):
     note: str = ""
 
 
-def last_figures(groups: Sequence[Group]) -> Table:
+def last_metrics(groups: Sequence[Group]) -> Table:
     """A row for each run, and one for the mean of several."""
     runs = [run for group in groups for run in group.runs]
-    shown = [figure for figure in FIGURES if any(figure[0] in run.columns for run in runs)]
+    shown = [metric for metric in METRICS if any(metric[0] in run.columns for run in runs)]
     head = ["run", "steps", "samples", "training time", "samples/s", *(heading for _, heading, _ in shown)]
     rows = []
     for group in groups:
@@ -44,32 +43,35 @@ def last_figures(groups: Sequence[Group]) -> Table:
             samples_per_second = None if speed is None else median(speed.values)
             steps = max((column.steps[-1] for column in run.columns.values()), default=0)
             counts = [f"{steps:,.0f}", number(run.last("train/samples"), ",.0f"), duration(run.seconds)]
-            figures = [number(run.last(metric), how) for metric, _, how in shown]
-            rows.append([run.name, *counts, number(samples_per_second, ",.0f"), *figures])
+            values = [number(run.last(metric), how) for metric, _, how in shown]
+            rows.append([run.name, *counts, number(samples_per_second, ",.0f"), *values])
         if len(group.runs) > 1:
-            spreads = [_spread([run.last(metric) for run in group.runs], how) for metric, _, how in shown]
+            spreads = [_spread(group.runs, metric, how) for metric, _, how in shown]
             rows.append([f"mean ± std: {group.label}", *[""] * 4, *spreads])
-    return Table(head, rows, "Of the last step and the last evaluation; samples/s is the median over steps.")
+    note = "Of the last step and the last evaluation; samples/s is the median over steps."
+    return Table(head, rows, note + " Runs that end at different steps have no mean." * (len(rows) > len(runs)))
 
 
-def _spread(values: Sequence[float | None], how: str) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+def _spread(runs: Sequence[Run], metric: str, how: str) -> str:
+    columns = [run.columns[metric] for run in runs if metric in run.columns]
+    if len(columns) < len(runs) or len({column.steps[-1] for column in columns}) > 1:
         return NONE
-    return f"{number(float(np.mean(known)), how)} ± {number(float(np.std(known, ddof=1)), how)}"
+    last = [column.values[-1] for column in columns]
+    return f"{number(float(np.mean(last)), how)} ± {number(float(np.std(last, ddof=1)), how)}"
 
 
 def differing_settings(runs: Sequence[Run]) -> list[Table]:
-    names = [name for name in differences(runs) if name not in OWN - {"seed"}]
+    names = [name for name in differences(runs) if name not in NOT_COMPARED - {"seed"}]
     rows = [[run.name, *(run.settings.get(name, NONE) for name in names)] for run in runs]
     return [Table(["run", *names], rows)] if names else []
 
 
 def common_settings(runs: Sequence[Run]) -> list[Table]:
-    known = [run for run in runs if run.settings]
-    different = differences(known)
-    rows = [[name, value] for run in known[:1] for name, value in run.settings.items() if name not in different]
-    return [Table(["setting", "value"], rows, "Those that are the same in all runs.")] if rows else []
+    different = differences(runs)
+    settings = next((run.settings for run in runs if run.settings), {})
+    rows = [[name, value] for name, value in settings.items() if name not in different]
+    note = "Those that are the same in all runs." if rows else "None is the same in all runs."
+    return [Table(["setting", "value"], rows, note)] if settings else []
 
 
 def environments(runs: Sequence[Run]) -> list[Table]:
@@ -108,8 +110,8 @@ def number(value: float | None, how: str) -> str:
     return NONE if value is None else format(value, how)
 
 
-def duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
         return NONE
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

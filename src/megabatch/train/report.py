@@ -139,9 +139,9 @@ class Report(ExitStack):
         """report.html, as of now. No run ends because it cannot be drawn."""
         if not self._writes_page:
             return
-        from .report_command import EXAMPLES, write_report
-
         try:
+            from .report_command import EXAMPLES, write_report
+
             write_report([self._folder], self._folder / "report.html", examples=EXAMPLES if examples else 0)
         except Exception as error:
             self.warn(f"report.html was not written: {said(error)}.")

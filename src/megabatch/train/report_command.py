@@ -1,17 +1,15 @@
 """`megabatch report`: the page of one or more runs, and what `megabatch train --report` writes."""
 
 import argparse
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.figures import grouped
-from ..report.page import Picture, Retrieved, Section, page_of
+from ..report.page import Section, page_of
 from ..report.runs import Run, read_runs
 from .checkpoint import atomically
+from .config import said
 from .flags import usage_errors
-from .retrieved import AMONG, Match, retrieved
 
 DESCRIPTION = """\
 Draws training runs as one HTML file that opens from disk without a network: loss, accuracy, recall and zero-shot over
@@ -22,7 +20,7 @@ steps, samples and time, speed and memory, settings and what differs, skipped sa
 
 EXAMPLES = 8
 MOST_SETTINGS = 4  # that examples are made of
-SIDE = 64  # pixels of an example
+NEEDED = "Examples need megabatch[train], the model's packages, a checkpoint of the run, and its held-out images."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +33,10 @@ def main(options: argparse.Namespace) -> int:
     with usage_errors("report"):
         if options.out.is_dir():
             raise ValueError(f"--out must be a file, got the folder {options.out}. Name a file in it.")
+        if not options.out.parent.is_dir():
+            raise ValueError(f"--out must be in a folder that is there, got {options.out}. Make {options.out.parent}.")
+        if options.examples < 0:
+            raise ValueError(f"--examples must be at least 0, got {options.examples}. Give 0 for none.")
         write_report(options.runs, options.out, examples=options.examples)
         print(options.out)
     return 0
@@ -43,7 +45,11 @@ def main(options: argparse.Namespace) -> int:
 def write_report(folders: Sequence[Path], path: Path, *, examples: int = EXAMPLES) -> None:
     """At once: at `path` is the old page or the new one."""
     runs = read_runs(folders)
-    sections = [_examples(group.runs[0], examples) for group in grouped(runs)[:MOST_SETTINGS]] if examples > 0 else []
+    groups = grouped(runs) if examples else []
+    sections = [_examples(group.runs[0], examples) for group in groups[:MOST_SETTINGS]]
+    if more := len(groups[MOST_SETTINGS:]):
+        text = f"There are none of runs of {more} more settings. Draw these on a page of their own."
+        sections.append(Section("More retrieval examples", [text]))
     page = page_of(runs, sections).encode("utf-8", "backslashreplace")
     atomically(path, lambda file: file.write(page))
 
@@ -51,16 +57,10 @@ def write_report(folders: Sequence[Path], path: Path, *, examples: int = EXAMPLE
 def _examples(run: Run, count: int) -> Section:
     title = f"Retrieval examples: {run.name}"
     try:
+        from .retrieved import AMONG, retrieved  # which needs megabatch[train], and the page does not
+
         found = retrieved(run.folder, count)
-    except (ValueError, OSError, ImportError) as error:  # the page says it: data and weights may have moved
-        return Section(title, [f"None: {error}"])
+    except Exception as error:  # weights and data may have moved, packages be missing, memory be full
+        return Section(title, [f"None: {said(error)}. {NEEDED}"])
     text = f"The nearest to a text of the first held-out images, {AMONG} at most; the best first, the right one framed."
-    return Section(title, [text], examples=[Retrieved(query, [*map(_picture, best)]) for query, best in found])
-
-
-def _picture(match: Match) -> Picture:
-    image = match.image.convert("RGB")
-    image.thumbnail((SIDE, SIDE))
-    image.save(file := io.BytesIO(), "PNG")
-    source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return Picture(source, match.text, match.right)
+    return Section(title, [text], examples=found)

@@ -1,31 +1,27 @@
 """Examples of what a run has learned: held-out texts, and the images that its towers find for them."""
 
+import base64
+import io
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from PIL import Image
 
 import megabatch as mb
 
+from ..report.page import Picture, Retrieved
 from .data import open_held_out
 from .data.images import decode
-from .data.source import Source
+from .data.source import Sample
 from .encoding import make_prepare
 from .loading import config_of, load_checkpoint, restored_towers
 
 AMONG = 200  # held-out images, the first, are searched: they are encoded on the CPU
 AT_A_TIME = 64
-
-
-class Match(NamedTuple):
-    image: Image.Image
-    text: str
-    right: bool
+SIDE = 64  # pixels of an example
 
 
 @torch.no_grad()
-def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> list[tuple[str, list[Match]]]:
+def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> list[Retrieved]:
     """The first held-out texts, each with the images nearest to it, the best first.
 
     ValueError where the run has no checkpoint, or no held-out images that can be read.
@@ -46,14 +42,18 @@ def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> li
     queries = towers.encode_text(torch.cat([pieces[index].second[:1] for index in kept[:texts]]))
     _, nearest = mb.similarity_topk(queries, images, min(matches, len(kept)), normalize=True, group=None)
     found = [[kept[row] for row in rows] for rows in nearest.tolist()]
+    ids = {index: pieces[index].ids[0] for index in kept}
     return [
-        (source[index].text, [_match(source, each, pieces[each].ids[0] == pieces[index].ids[0]) for each in best])
+        Retrieved(source[index].text, [_picture(source[each], bool(ids[each] == ids[index])) for each in best])
         for index, best in zip(kept, found, strict=False)
     ]
 
 
-def _match(source: Source, index: int, right: torch.Tensor) -> Match:
-    sample = source[index]
+def _picture(sample: Sample, right: bool) -> Picture:
     assert sample.image is not None
     image = decode(sample.image) if isinstance(sample.image, bytes) else sample.image
-    return Match(image, sample.text, bool(right))
+    image = image.convert("RGB")
+    image.thumbnail((SIDE, SIDE))
+    image.save(file := io.BytesIO(), "PNG")
+    address = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Picture(address, sample.text, right)
