@@ -25,7 +25,7 @@ from pathlib import Path
 from scipy.stats import t as students_t
 
 from . import runs
-from .runs import Runner
+from .runs import FACTS, Runner
 from .study import Job, Study, best_factor, left_of, score_of, scores, seed_scores
 from .wordnet import read_lines
 
@@ -46,15 +46,14 @@ def calibrate(runner: Runner, rounds: int = 5, enough: float = 30) -> None:
         for dataset, batch in study.settings():
             if sum(each["step_seconds"] * each["steps"] for each in study.calibrations(dataset, batch)) > enough:
                 continue
-            words = runner.words(Job(dataset, batch, max(4, min(100, 32768 // batch)), 1, 0))
             with tempfile.TemporaryDirectory(prefix="megabatch-study-") as folder:
-                code, said = runs.train(words, Path(folder) / "run")
-                if code:
-                    raise RuntimeError(f"study: calibration must end well, got:\n{said[-2000:]}")
-                lines = read_lines(Path(folder) / "run" / "metrics.jsonl")
+                kept = Path(folder) / "run"
+                result = runner.run(Job(dataset, batch, max(4, min(100, 32768 // batch)), 1, 0), keep=kept)
+                lines = read_lines(kept / "metrics.jsonl")
             seconds = [line["train/step_seconds"] for line in lines if "train/step_seconds" in line][1:]
             median = statistics.median(seconds)
-            study.add({"calibration": [dataset, batch], "step_seconds": median, "steps": len(seconds)})
+            made = {name: result[name] for name in ("command", *FACTS, "date")}
+            study.add({"calibration": [dataset, batch], "step_seconds": median, "steps": len(seconds), **made})
             print(f"{dataset}, batch {batch}: {median:.4f} s", flush=True)
 
 
@@ -82,7 +81,7 @@ def run_all(runner: Runner, processes: int) -> None:
 
 def again(runner: Runner, processes: int) -> int:
     """The cell that the grid names for it, at equal samples, with all of its seeds. Another CPU rounds differently, and
-    training amplifies that until runs differ as seeds do: the mean must be where that of other seeds would be."""
+    training may amplify that until runs differ as seeds do: the mean must be where that of other seeds would be."""
     study = runner.study
     done, cell = scores(study.results), study.cell("samples", *study.grid["again"])
     factor, kept = best_factor(cell, study.grid, done), seed_scores(cell, study.grid, done)
@@ -95,10 +94,10 @@ def again(runner: Runner, processes: int) -> int:
     for seed in kept:
         print(f"seed {seed}: {found[seed]:.6f}, kept {kept[seed]:.6f}")
     means = [statistics.mean(values.values()) for values in (found, kept)]
-    deviation, count = statistics.stdev(kept.values()), len(kept)
-    farthest = float(students_t.ppf(0.995, 2 * (count - 1))) * deviation * math.sqrt(2 / count)
+    deviations, count = [statistics.stdev(values.values()) for values in (found, kept)], len(kept)
+    farthest = float(students_t.ppf(0.995, 2 * (count - 1))) * math.hypot(*deviations) / math.sqrt(count)
     same = abs(means[0] - means[1]) <= farthest
-    print(f"mean: {means[0]:.4f}, kept {means[1]:.4f} ± {deviation:.4f}")
+    print(f"mean: {means[0]:.4f} ± {deviations[0]:.4f}, kept {means[1]:.4f} ± {deviations[1]:.4f}")
     print("They agree." if same else f"FAILED: the means must be within {farthest:.4f} of each other.")
     return 0 if same else 1
 

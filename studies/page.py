@@ -20,7 +20,7 @@ from tools.browser import Browser
 from tools.tables import markdown
 
 from .batch_size import GRID, HERE, RESULTS
-from .study import Job, Study, best_factor, scores, seed_scores, tried
+from .study import Job, Study, best_factor, by_job, score_of, scores, seed_scores, tried
 
 PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -174,17 +174,18 @@ def negatives_plot(study: Study) -> Figure:
 
 def negatives(study: Study) -> Iterator[tuple[int, str, dict[str, dict[int, float]]]]:
     """Batch and variant of what was done, with the recall by direction and seed."""
-    done = scores(study.results)
-    apart = {direction: scores(study.results, direction) for direction in DIRECTIONS}
+    done, results = scores(study.results), by_job(study.results)
     for batch in study.options("one-direction").get("batches", {}).get("wordnet", []):
         for variant in NEGATIVES:
             cell = study.cell("samples", "wordnet", batch, variant)
             factor = best_factor(cell, study.grid, done)
             if factor is not None and (seeds := seed_scores(cell, study.grid, done)):
-                jobs = {seed: replace(cell, factor=factor, seed=seed) for seed in seeds}
-                yield batch, variant, {
-                    direction: {seed: values[job] for seed, job in jobs.items()} for direction, values in apart.items()
+                runs = {seed: results[replace(cell, factor=factor, seed=seed)] for seed in seeds}
+                apart = {
+                    direction: {seed: score_of(run, direction) for seed, run in runs.items()}
+                    for direction in DIRECTIONS
                 }
+                yield batch, variant, apart
 
 
 DATASETS = ("wordnet", "icons")
@@ -275,7 +276,7 @@ def negatives_table(study: Study) -> str:
 def methods_table(study: Study) -> str:
     """The difference between methods, beside that between seeds."""
     done = scores(study.results)
-    losses = {Job(**result["job"]): result["train_loss"] for result in study.results if "job" in result}
+    losses = {job: result["train_loss"] for job, result in by_job(study.results).items()}
     methods = study.methods(done)
     body = []
     for method, jobs in methods.items():

@@ -27,6 +27,8 @@ CHUNK = 2048
 DIVERGED = "steps in a row taught nothing"  # what `megabatch train` says then
 HARD, MARGIN = 8, 0.05  # negatives are looked for among so many; less similar than the positive by so much
 
+FACTS = ("commit", "torch", "cpu")  # of the environment, which are kept
+
 running: dict[subprocess.Popen[str], Path] = {}  # with the folder of the run
 starting = threading.RLock()  # held from the start of a process until it is in `running`
 
@@ -41,9 +43,11 @@ class Runner:
     def __init__(self, study: Study, folder: Path) -> None:
         self.study, self.folder = study, folder
         self._making = threading.RLock()  # of data, which a model may have to be trained for
+        self._made: set[Path] = set()  # by this process: other files may be of another grid
 
     def run(self, job: Job, keep: Path | None = None) -> Result:
         """Trains, and says what came out. Into the folder `keep`, or one that is removed."""
+        self.make_data(job)
         words = self.words(job)
         command, started = command_of(words, self.ranks(job)), time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="megabatch-study-") as temporary:
@@ -64,7 +68,7 @@ class Runner:
             "train_loss": steps[-1]["train/loss"] if steps else None,
             "seconds": round(seconds, 1),
             "command": "OMP_NUM_THREADS=1 " + shlex.join(command).replace(f"{self.folder}/", ""),
-            **{name: environment.get(name) for name in ("commit", "torch", "cpu")},
+            **{name: environment.get(name) for name in FACTS},
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -83,7 +87,7 @@ class Runner:
             "--workers": 0,
         }
         flags = [*self.study.options(job.variant).get("flags", []), *self.study.method(job).get("flags", [])]
-        return [*self.data(job), *(str(word) for word in [*itertools.chain(*options.items()), *flags])]
+        return [*self.files(job), *(str(word) for word in [*itertools.chain(*options.items()), *flags])]
 
     def warmup(self, job: Job) -> int:
         """The same share of all steps, but two where there are few: one would be at the full rate."""
@@ -95,29 +99,37 @@ class Runner:
 
     # ---- data
 
-    def data(self, job: Job) -> list[str]:
+    def files(self, job: Job) -> list[str]:
+        if job.dataset == "icons":
+            return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
+        options = self.study.options(job.variant)
+        name = f"share-{options['share']}" if "share" in options else options.get("negatives", "train")
+        folder = self.folder / "wordnet"
+        return ["--train-data", str(folder / f"{name}.jsonl"), "--val-data", str(folder / "held_out.jsonl")]
+
+    def make_data(self, job: Job) -> None:
         options = self.study.options(job.variant)
         if job.dataset == "icons":
             if {"share", "negatives"} & options.keys():
                 raise ValueError(
                     f"study: {job.variant} must be of wordnet, got icons. They are always whole, as pairs."
                 )
-            return ["--train-data", "icons", "--val-data", "icons", "--val-num-samples", "100000"]
+            return
+        path = Path(self.files(job)[1])
         with self._making:
-            train, held_out = wordnet.write(self.folder / "wordnet")
-            if share := options.get("share"):
-                train = write_share(train, share)
-            if kind := options.get("negatives"):
-                train = train.with_name(f"{kind}.jsonl")
-                if not train.exists():
-                    self.write_negatives(train, kind)
-        return ["--train-data", str(train), "--val-data", str(held_out)]
+            if path not in self._made:
+                train, _ = wordnet.write(path.parent)
+                rows = read_lines(train)
+                if share := options.get("share"):  # their order is as good as random
+                    write_lines(path, rows[: round(share * len(rows))])
+                elif kind := options.get("negatives"):
+                    self.write_negatives(path, kind, rows)
+                self._made.add(path)
 
-    def write_negatives(self, path: Path, kind: str) -> None:
+    def write_negatives(self, path: Path, kind: str, rows: Sequence[dict[str, str]]) -> None:
         """Each query with a definition that is not its own: a hard one, by a trained model, or a random one."""
         import torch
 
-        rows = read_lines(path.with_name("train.jsonl"))
         if kind == "mined":
             others = self.hard_definitions(rows)
         else:
@@ -154,15 +166,6 @@ class Runner:
             allowed = similar < (queries * definitions).sum(1, keepdim=True) - MARGIN
         allowed[:, -1] = True
         return nearest.gather(1, allowed.int().argmax(1, keepdim=True)).squeeze(1)
-
-
-def write_share(train: Path, share: float) -> Path:
-    """Of the pairs, whose order is as good as random."""
-    path = train.with_name(f"share-{share}.jsonl")
-    if not path.exists():
-        rows = read_lines(train)
-        write_lines(path, rows[: round(share * len(rows))])
-    return path
 
 
 def command_of(words: Sequence[str], ranks: int) -> list[str]:

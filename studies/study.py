@@ -34,16 +34,27 @@ class Job:
     method: str = "megabatch"
 
 
-def scores(results: Sequence[Result], direction: str = "") -> dict[Job, float]:
-    """By job."""
-    return {Job(**result["job"]): score_of(result, direction) for result in results if "job" in result}
+def by_job(results: Sequence[Result]) -> dict[Job, Result]:
+    return {Job(**result["job"]): result for result in results if "job" in result}
+
+
+def scores(results: Sequence[Result]) -> dict[Job, float]:
+    return {job: score_of(result) for job, result in by_job(results).items()}
 
 
 def score_of(result: Result, direction: str = "") -> float:
     """Of both directions, or of one, such as "query_to_text". 0 for a run that diverged."""
+    if not result["figures"]:
+        return 0.0
     names = [f"val/{direction}_R@{k}" for k in (1, 5, 10)] if direction else [SCORE]
-    value = statistics.mean(float(result["figures"].get(name, 0.0)) for name in names)  # "nan" is a string in JSON
+    value = statistics.mean(float(result["figures"][name]) for name in names)  # "nan" is a string in JSON
     return value if math.isfinite(value) else 0.0
+
+
+def options_of(variant: str, grid: Grid) -> dict[str, Any]:
+    """Empty for the loss that all are compared with."""
+    found: dict[str, Any] = grid.get("variants", {}).get(variant, {})
+    return found
 
 
 def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
@@ -73,8 +84,7 @@ def _best(found: dict[float, float]) -> float:
 
 def best_factor(cell: Job, grid: Grid, done: dict[Job, float]) -> float | None:
     """Of the learning rates, once they have all been tried; of those of another variant, where the grid says so."""
-    options = grid.get("variants", {}).get(cell.variant, {})
-    cell = replace(cell, variant=options.get("rate_of", cell.variant))
+    cell = replace(cell, variant=options_of(cell.variant, grid).get("rate_of", cell.variant))
     return None if search(cell, grid, done) else _best(tried(cell, grid, done))
 
 
@@ -82,8 +92,7 @@ def left_of(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
     """The jobs of a cell that can be said now: learning rates first, then seeds of the best."""
     factor = best_factor(cell, grid, done)
     if factor is None:
-        searched = "rate_of" not in grid.get("variants", {}).get(cell.variant, {})
-        return search(cell, grid, done) if searched else []
+        return [] if "rate_of" in options_of(cell.variant, grid) else search(cell, grid, done)
     jobs = [replace(cell, factor=factor, seed=seed) for seed in grid["seeds"]]
     return [job for job in jobs if job not in done]
 
@@ -117,8 +126,7 @@ class Study:
                 file.write(json.dumps(result).encode() + b"\n")
 
     def options(self, variant: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.grid.get("variants", {}).get(variant, {})
-        return found
+        return options_of(variant, self.grid)
 
     def method(self, job: Job) -> dict[str, Any]:
         """Ranks and flags, by which the loss is computed in another way."""

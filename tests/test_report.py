@@ -231,10 +231,29 @@ def test_a_run_whose_settings_are_not_known_differs_in_none_of_them(tmp_path):
     two = write_run(tmp_path / "two", [step_line(1)], lr=2e-3, wd=0.2)
     (write_run(tmp_path / "older", [step_line(1)]) / "params.yaml").unlink()
     runs = read_runs([one, two, tmp_path / "older"])
-    assert differences(runs) == ["lr", "name"]
+    assert differences([run.settings for run in runs]) == ["lr", "name"]
     text = text_of(page_of(runs))
     assert "<th>run</th><th>lr</th>" in text
     assert "<td>wd</td><td>0.2</td>" in text
+
+
+def test_runs_on_other_hardware_are_no_runs_of_one_setting(tmp_path):
+    runs = [write_run(tmp_path / str(number), [step_line(1)], seed=number % 2) for number in range(4)]
+    for number, run in enumerate(runs):
+        facts = {"ranks": 1 + number // 2, "device": "EPYC", "commit": f"abc{number}"}
+        (run / "environment.json").write_text(json.dumps(facts))
+    assert [group.label for group in grouped(read_runs(runs))] == ["ranks 1 (2 seeds)", "ranks 2 (2 seeds)"]
+    text = text_of(page(*runs))
+    assert "<th>run</th><th>ranks</th><th>commit</th>" in text
+    assert "<td>3</td><td>2</td><td>abc3</td>" in text
+
+
+def test_long_settings_that_differ_are_no_runs_of_one_setting(tmp_path):
+    runs = [write_run(tmp_path / str(n), [step_line(1)], train_data=f"{'shard::' * 100}{n}.tar") for n in range(2)]
+    assert len(grouped(read_runs(runs))) == 2
+    text = text_of(page(*runs))
+    assert "shard::1.tar</td>" in text
+    assert "shard::" * 100 not in text
 
 
 def test_parts_of_a_step_add_up_to_it(tmp_path):

@@ -473,7 +473,7 @@ def train_and_count_messages(rank: int, group: object, folder: Path, words: list
 
 
 @pytest.mark.parametrize(("flags", "rings"), [([], False), (["--exchange", "ring"], True)], ids=str)
-def test_ranks_meet_as_they_are_told(shapes, tmp_path, flags, rings):
+def test_ranks_exchange_blocks_as_the_flag_says(shapes, tmp_path, flags, rings):
     words = ["train", "--train-data", shapes, *QUICK, "--steps", "1", "--logs", str(tmp_path), "--name", "x", *flags]
     assert run_apart(2, train_and_count_messages, tmp_path, words) == [0, 0]
     for rank in range(2):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .runs import AXES, Column, Numbers, Run, finite, median
+from .runs import AXES, Column, Numbers, Run, finite, median, shortened
 
 POINTS = 60_000  # on a page, at most; but every curve has some
 STRETCHES = (10, 500)  # of a curve: at least, at most
@@ -38,6 +38,7 @@ TICK_RATIO = 1.9  # of neighbouring ticks on a logarithmic axis, at least
 # Names of settings in which runs of one setting may differ.
 NOT_COMPARED = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep"}
 NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps"}
+HARDWARE = ("ranks", "device")  # of the environment, in which they may not
 
 Trace = dict[str, Any]
 Places = NDArray[np.intp]  # of a column
@@ -84,7 +85,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one setting, which differ in their seed. A colour of the page."""
+    """Runs of one setting on the same hardware, which differ in their seed. A colour of the page."""
 
     label: str
     runs: list[Run]
@@ -92,13 +93,18 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs whose settings are the same but for NOT_COMPARED."""
     found: dict[object, list[Run]] = {}
     for run in runs:
-        setting = tuple(sorted((name, value) for name, value in run.settings.items() if name not in NOT_COMPARED))
-        found.setdefault(setting or run.name, []).append(run)
-    differing = [name for name in differences([group[0] for group in found.values()]) if name not in NOT_COMPARED]
+        found.setdefault(tuple(sorted(_setting(run).items())) or run.name, []).append(run)
+    differing = differences([_setting(group[0]) for group in found.values()])
     return [Group(_label(group, differing), group, _style(number)) for number, group in enumerate(found.values())]
+
+
+def _setting(run: Run) -> dict[str, str]:
+    """What runs of one setting have in common. Empty where the settings are not known."""
+    settings = {name: value for name, value in run.settings.items() if name not in NOT_COMPARED}
+    hardware = {name: value for name, value in run.environment.items() if name in HARDWARE}
+    return settings and settings | hardware
 
 
 def _style(number: int) -> Trace:
@@ -108,16 +114,17 @@ def _style(number: int) -> Trace:
 def _label(runs: Sequence[Run], differing: Sequence[str]) -> str:
     if len(runs) == 1:
         return runs[0].name
-    setting = ", ".join(f"{name} {runs[0].settings.get(name, NONE)}" for name in differing)
+    values = _setting(runs[0])
+    setting = ", ".join(f"{name} {shortened(values.get(name, NONE))}" for name in differing)
     seeds = len({run.settings.get("seed") for run in runs})
     return f"{setting or 'one setting'} ({len(runs)} {'seeds' if seeds == len(runs) else 'runs'})"
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
-    """Settings that are not the same in all of these runs whose settings are known."""
-    runs = [run for run in runs if run.settings]
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+def differences(facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of what is not the same in all of these, of each of which all or nothing is known."""
+    known = [each for each in facts if each]
+    names = dict.fromkeys(name for each in known for name in each)
+    return [name for name in names if len({each.get(name) for each in known}) > 1]
 
 
 def time_unit(runs: Iterable[Run]) -> tuple[float, str]:

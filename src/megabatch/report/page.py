@@ -62,7 +62,7 @@ def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
     more = len(metrics_of(runs)) - MOST_METRICS
     notes += [f"{more:,} more metrics are not drawn."] * (more > 0)
     sections = [Section("Last metrics", notes, [summary.last_metrics(groups)])]
-    if different := summary.differing_settings(runs):
+    if different := summary.differing(runs):
         sections.append(Section("What differs between the runs", tables=different))
     drawn, left_out = curves(groups), summary.left_out(runs)
     for title, figures in drawn.items():

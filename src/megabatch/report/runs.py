@@ -120,10 +120,10 @@ def read_run(folder: Path, name: str) -> Run:
     columns, not_numbers = _columns(lines)
     run = Run(folder, name, columns)
     for entry in _json_lines(folder / "skipped.jsonl", unread):
-        reason = text_of(entry.get("reason"))
+        reason = shortened(text_of(entry.get("reason")))
         run.skipped[reason] += 1
         if run.skipped[reason] <= NAMED:
-            run.skipped_names.setdefault(reason, []).append(text_of(entry.get("name")))
+            run.skipped_names.setdefault(reason, []).append(shortened(text_of(entry.get("name"))))
     run.nonfinite = list(islice(_json_lines(folder / "nonfinite.jsonl", unread), NAMED))
     run.notes += [f"{file}: {count} lines could not be read and are left out." for file, count in (+unread).items()]
     run.notes += [f"metrics.jsonl: {not_numbers} values are not numbers and are left out."] * (not_numbers > 0)
@@ -200,7 +200,7 @@ def _read(run: Run, path: Path, read: Callable[[str], dict[str, str]]) -> dict[s
     except FileNotFoundError:
         run.notes.append(f"There is no {path.name}.")
     except (OSError, ValueError, RecursionError) as error:
-        run.notes.append(f"{path.name} could not be read: {text_of(str(error).strip())}.")
+        run.notes.append(f"{path.name} could not be read: {shortened(str(error).strip())}.")
     return {}
 
 
@@ -226,5 +226,10 @@ def _flat(values: Any) -> dict[str, str]:
 
 def text_of(value: Any) -> str:
     """Of any value; one that is made of many may refer to itself."""
-    text = str(value) if value is None or isinstance(value, (str, int, float)) else reprlib.repr(value)
-    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"
+    return str(value) if value is None or isinstance(value, (str, int, float)) else reprlib.repr(value)
+
+
+def shortened(text: str) -> str:
+    """For the page. Texts that differ mostly do so at their ends."""
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}…{text[-half:]}"

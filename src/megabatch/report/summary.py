@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .figures import NONE, NOT_COMPARED, Group, differences
-from .runs import Run, median, text_of
+from .runs import Run, median, shortened, text_of
 
 MOST_REASONS = 20  # of a run
 # Of the last step or evaluation: metric, heading, format.
@@ -60,16 +60,23 @@ def _spread(runs: Sequence[Run], metric: str, how: str) -> str:
     return f"{number(float(np.mean(last)), how)} ± {number(float(np.std(last, ddof=1)), how)}"
 
 
-def differing_settings(runs: Sequence[Run]) -> list[Table]:
-    names = [name for name in differences(runs) if name not in NOT_COMPARED - {"seed"}]
-    rows = [[run.name, *(run.settings.get(name, NONE) for name in names)] for run in runs]
-    return [Table(["run", *names], rows)] if names else []
+def differing(runs: Sequence[Run]) -> list[Table]:
+    """Settings, and facts of the environment."""
+    tables = []
+    for facts in ([run.settings for run in runs], [run.environment for run in runs]):
+        if names := [name for name in differences(facts) if name not in NOT_COMPARED - {"seed"}]:
+            rows = [
+                [run.name, *(shortened(each.get(name, NONE)) for name in names)]
+                for run, each in zip(runs, facts, strict=True)
+            ]
+            tables.append(Table(["run", *names], rows))
+    return tables
 
 
 def common_settings(runs: Sequence[Run]) -> list[Table]:
-    different = differences(runs)
+    different = differences([run.settings for run in runs])
     settings = next((run.settings for run in runs if run.settings), {})
-    rows = [[name, value] for name, value in settings.items() if name not in different]
+    rows = [[name, shortened(value)] for name, value in settings.items() if name not in different]
     note = "Those that are the same in all runs." if rows else "None is the same in all runs."
     return [Table(["setting", "value"], rows, note)] if settings else []
 
@@ -80,7 +87,10 @@ def environments(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         if run.environment:
             found.setdefault(tuple(run.environment.items()), []).append(run.name)
-    return [Table(["", "value"], [[*fact] for fact in facts], ", ".join(names)) for facts, names in found.items()]
+    return [
+        Table(["", "value"], [[name, shortened(value)] for name, value in facts], ", ".join(names))
+        for facts, names in found.items()
+    ]
 
 
 def left_out(runs: Sequence[Run]) -> list[Table]:
@@ -93,7 +103,7 @@ def left_out(runs: Sequence[Run]) -> list[Table]:
     others = sum(max(0, len(run.skipped) - MOST_REASONS) for run in runs)
     more = f" {others:,} rarer reasons are not shown." if others else ""
     steps = [
-        [run.name, *(text_of(entry.get(name, NONE)) for name in ("step", "train/loss", "train/grad_norm"))]
+        [run.name, *(shortened(text_of(entry.get(name, NONE))) for name in ("step", "train/loss", "train/grad_norm"))]
         for run in runs
         for entry in run.nonfinite
     ]

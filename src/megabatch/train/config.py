@@ -84,7 +84,7 @@ class Loss:
     )
     max_logit_scale: float = _option(100.0, "upper bound of the scale; the lower bound is 1", at_least=1)
     memory_budget: str | None = _option(None, "memory of the loss, such as 512MiB")
-    exchange: str = _option("auto", "how ranks meet in the loss", choices=("auto", "ring", "gather"))
+    exchange: str = _option("auto", "how ranks exchange blocks in the loss", choices=("auto", "ring", "gather"))
     dense_loss: bool = _option(False, "use the dense loss with the whole matrix, for comparison; one process only")
 
 
