@@ -309,8 +309,9 @@ def paired(before: dict[int, float], after: dict[int, float]) -> str:
         return ""
     first, second = [before[seed] for seed in seeds], [after[seed] for seed in seeds]
     apart = round(100 * (statistics.mean(second) - statistics.mean(first)), 1) + 0.0  # -0.0 is 0.0
-    probability = float(ttest_rel(first, second).pvalue)
-    return f"{apart:+.1f} (p = {probability:.2g})"
+    if len({one - other for one, other in zip(first, second, strict=True)}) == 1:
+        return f"{apart:+.1f}"  # there is no test of equal differences
+    return f"{apart:+.1f} (p = {float(ttest_rel(first, second).pvalue):.2g})"
 
 
 TABLES: dict[str, Callable[[Study], str]] = {
@@ -326,6 +327,8 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 def written(page: str, study: Study) -> str:
     def block(name: str) -> str:
+        if name not in PLOTS:
+            raise ValueError(f"study: a block of the page must be one of {', '.join(PLOTS)}, got {name}. Rename it.")
         figure = PLOTS[name](study)
         if not figure.traces:
             return NOT_YET
@@ -344,9 +347,11 @@ def draw(study: Study, html: Path) -> dict[str, Figure]:
 
 
 def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
-    """The plots of that page, as an SVG each."""
+    """The plots of that page, as an SVG each, and no others."""
     with tempfile.TemporaryDirectory() as profile, closing(Browser(Path(profile))) as browser:
         browser.open(html, width=1600)
+        for old in pictures.glob("*.svg"):
+            old.unlink()
         for place, (name, figure) in enumerate(figures.items()):
             svg = browser.svg(f"plot-0-{place}", title=figure.title, description=description(figure))
             (pictures / f"{name}.svg").write_text(svg)
@@ -354,9 +359,10 @@ def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
 
 def main() -> None:
     study = load()
-    PAGE.write_text(written(PAGE.read_text(), study))
     html = HERE.parent / "build" / "study" / "batch-size.html"
+    page = written(PAGE.read_text(), study)
     save(draw(study, html), html, PAGE.parent)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

@@ -89,12 +89,26 @@ def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path):
         assert (values == values[0]).all()
 
 
+def test_two_processes_that_write_one_file_do_not_mix(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+
+    def write(file):
+        file.write(b"one")
+        with monkeypatch.context() as other:
+            other.setattr(checkpoint.os, "getpid", lambda: -1)
+            atomically(path, lambda file: file.write(b"the other"))
+
+    atomically(path, write)
+    assert path.read_bytes() == b"one"
+    assert names(tmp_path) == ["report.html"]
+
+
 def test_what_a_killed_run_was_writing_is_not_a_checkpoint_and_is_cleared(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     checkpoints.write(state(1), is_best=False, for_open_clip=False)
     (tmp_path / "step_00000002.pt.unfinished").write_bytes(b"half")
     assert [path.name for path in checkpoints] == ["step_00000001.pt"]
-    checkpoints.clear_unfinished()
+    checkpoint.clear_unfinished(tmp_path)
     assert names(tmp_path) == ["step_00000001.pt"]
 
 

@@ -72,13 +72,15 @@ class Browser:
         self.send("Page.navigate", url=path.resolve().as_uri())
         end = time.monotonic() + PATIENCE
         while self.run("document.documentElement?.dataset.drawn") != "true":
-            assert time.monotonic() < end, f"nothing was drawn: {self.log}"
+            if time.monotonic() > end:
+                raise TimeoutError(f"browser: {path} must be drawn in {PATIENCE:.0f} s, was not. It said: {self.log}")
             time.sleep(0.05)
 
     def run(self, script: str) -> Any:
         """The value of a line of JavaScript."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in answer, answer
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"browser: {script!r} must run, got {answer['exceptionDetails']}.")
         return answer["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float) -> None:
@@ -107,14 +109,16 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while (answer := self._receive()).get("id") != self._number:
             self._note(answer)
-        assert "error" not in answer, answer
+        if "error" in answer:
+            raise RuntimeError(f"browser: {method} must succeed, got {answer['error']}.")
         found: dict[str, Any] = answer["result"]
         return found
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._received:
             ready, _, _ = select.select([self._in], [], [], PATIENCE)
-            assert ready, "the browser does not answer"
+            if not ready:
+                raise TimeoutError(f"browser: must answer in {PATIENCE:.0f} s, did not.")
             received = os.read(self._in, 2**20)
             if not received:
                 raise ConnectionError("browser: must answer, has ended instead. Look for what killed it.")

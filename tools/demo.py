@@ -6,8 +6,10 @@
 """
 
 import argparse
+import base64
 import importlib
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -243,14 +245,16 @@ def draw_retrieved(run: Path, path: Path, names: int = 12, found: int = 5) -> No
     cell, left, font = 76, 300, ImageFont.load_default(18)
     canvas = Image.new("RGB", (left + found * cell + 16, names * cell + 16), "white")
     pen = ImageDraw.Draw(canvas)
-    for row, (name, matches) in enumerate(retrieved(run, names, found, among=1000)):
+    _, examples = retrieved(run, names, found, among=1000)
+    for row, example in enumerate(examples):
         top = 8 + row * cell
-        pen.text((16, top + cell // 2), name[:28], (20, 20, 20), font, anchor="lm")
-        for column, match in enumerate(matches):
+        pen.text((16, top + cell // 2), example.text[:28], (20, 20, 20), font, anchor="lm")
+        for column, picture in enumerate(example.pictures):
             corner = (left + column * cell, top)
-            icon = match.image.convert("RGB").resize((cell - 20, cell - 20))
-            canvas.paste(icon, (corner[0] + 10, corner[1] + 10))
-            if match.right:
+            png = io.BytesIO(base64.b64decode(picture.source.partition(",")[2]))
+            icon = Image.open(png).convert("RGBA").resize((cell - 20, cell - 20))
+            canvas.paste(icon, (corner[0] + 10, corner[1] + 10), icon)
+            if picture.right:
                 pen.rectangle((*corner, corner[0] + cell - 3, corner[1] + cell - 3), outline=(0, 75, 160), width=4)
     canvas.save(path)
 

@@ -29,7 +29,7 @@ COMMANDS = {
 # Modules that come with an extra, and which one.
 EXTRAS = dict.fromkeys(("PIL", "yaml", "rich", "braceexpand", "tensorboard", "qtawesome"), "train")
 EXTRAS |= {"matplotlib": "bench", "triton": "triton", "pyarrow": "parquet"}
-EXTRAS |= {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http", "plotly": "report"}
+EXTRAS |= {"s3fs": "s3", "gcsfs": "gs", "aiohttp": "http"} | dict.fromkeys(("plotly", "jinja2", "numpy"), "report")
 # How near a flag must be to what was typed to be suggested.
 NEAR = 0.7
 INTERRUPTED = 130  # by Ctrl-C, as shells have it

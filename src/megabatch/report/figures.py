@@ -30,15 +30,16 @@ PARTS = {"data": "waiting for data", "towers": "towers", "loss": "loss", "commun
 REST = "rest"
 NONE = "–"
 UNEQUAL = "Some runs lack this, or some of its steps: means are of the runs that have it, at the steps that they share."
+EARLY = "Runs that ended before half of the longest are in no mean."
 OVERLAPS = "Communication that overlaps with towers or loss is no waiting, and in their seconds."
-HOVER = "%{y:.5g} at %{x:,.6~g}<br>%{fullData.name}<extra></extra>"
+HOVER = "%{y:.5g} at %{x:,.12~g}<br>%{fullData.name}<extra></extra>"
 MEAN_HOVER = "%{y:.5g} ± %{customdata:.2g}"
 FEW = 50  # points, which are marked
 TICK_RATIO = 1.9  # of neighbouring ticks on a logarithmic axis, at least
 # Names of settings in which runs of one setting may differ.
 NOT_COMPARED = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep"}
 NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps"}
-HARDWARE = ("ranks", "device")  # of the environment, in which they may not
+ALIKE = {"ranks", "device", "commit", "megabatch", "torch", "cuda"}  # of the environment, in which they may not
 
 Trace = dict[str, Any]
 Places = NDArray[np.intp]  # of a column
@@ -85,7 +86,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one setting on the same hardware, which differ in their seed. A colour of the page."""
+    """Runs of one setting, on the same hardware and with the same code, which differ in their seed. A colour of the
+    page. Labels are unique."""
 
     label: str
     runs: list[Run]
@@ -97,14 +99,14 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         found.setdefault(tuple(sorted(_setting(run).items())) or run.name, []).append(run)
     differing = differences([_setting(group[0]) for group in found.values()])
-    return [Group(_label(group, differing), group, _style(number)) for number, group in enumerate(found.values())]
+    labels = _unique([_label(group, differing) for group in found.values()])
+    return [Group(labels[number], group, _style(number)) for number, group in enumerate(found.values())]
 
 
 def _setting(run: Run) -> dict[str, str]:
     """What runs of one setting have in common. Empty where the settings are not known."""
     settings = {name: value for name, value in run.settings.items() if name not in NOT_COMPARED}
-    hardware = {name: value for name, value in run.environment.items() if name in HARDWARE}
-    return settings and settings | hardware
+    return settings and settings | {name: value for name, value in run.environment.items() if name in ALIKE}
 
 
 def _style(number: int) -> Trace:
@@ -117,7 +119,11 @@ def _label(runs: Sequence[Run], differing: Sequence[str]) -> str:
     values = _setting(runs[0])
     setting = ", ".join(f"{name} {shortened(values.get(name, NONE))}" for name in differing)
     seeds = len({run.settings.get("seed") for run in runs})
-    return f"{setting or 'one setting'} ({len(runs)} {'seeds' if seeds == len(runs) else 'runs'})"
+    return f"{setting or 'one setting'} ({f'{len(runs)} runs of ' * (seeds < len(runs))}{count_of(seeds, 'seed')})"
+
+
+def count_of(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> list[str]:
@@ -140,8 +146,10 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
     """A figure for every metric, by section."""
     runs = [run for group in groups for run in group.runs]
     metrics, (unit, _) = dict(islice(metrics_of(runs).items(), MOST_METRICS)), time_unit(runs)
+    # Lines of points: a mean is one more, and its band two.
     count = sum(metric in run.columns for run in runs for metric in metrics)
-    stretches = int(np.clip(POINTS / 4 / max(count, 1), *STRETCHES))
+    count += 3 * len(metrics) * sum(len(group.runs) > 1 for group in groups)
+    stretches = int(np.clip(POINTS / 5 / max(count, 1), *STRETCHES))
     names = _short([*(run.name for run in runs), *(group.label for group in groups)])
     sections: dict[str, list[Figure]] = {}
     for metric, (section, title) in metrics.items():
@@ -152,7 +160,10 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
         each = (_traces(group, n, metric, names, unit, stretches) for n, group in enumerate(groups))
         bad = int((~np.isfinite(values)).sum())
         notes = [f"Not finite, and so a gap: {bad} of {len(values)} values."] * (bad > 0)
+        having = [[run for run in group.runs if metric in run.columns] for group in groups]
+        means = [_of_means(each, metric) for each in having]
         notes += [UNEQUAL] * any(_unequal(group.runs, metric) for group in groups)
+        notes += [EARLY] * any(len(some) < len(each) for some, each in zip(means, having, strict=True))
         layout = {"yaxis": {"rangemode": "tozero"}} if section == LEFT_OUT else {}
         figures.append(Figure(title, [*chain(*each)], layout, " ".join(notes)))
     return sections
@@ -174,23 +185,30 @@ def _unequal(runs: Sequence[Run], metric: str) -> bool:
     return len({run.columns[metric].steps.tobytes() if metric in run.columns else b"" for run in runs}) > 1
 
 
+def _of_means(runs: Sequence[Run], metric: str) -> list[Run]:
+    """Those that came far enough: of the others a mean would have few steps."""
+    last = [float(run.columns[metric].steps[-1]) for run in runs]
+    return [run for run, step in zip(runs, last, strict=True) if step >= max(last) / 2]
+
+
 def _traces(
     group: Group, number: int, metric: str, names: Mapping[str, str], unit: float, stretches: int
 ) -> Iterator[Trace]:
     runs = [run for run in group.runs if metric in run.columns]
-    columns = [Column(each.steps, finite(each.values)) for each in (run.columns[metric] for run in runs)]
-    several = len(runs) > 1
-    for run, column in zip(runs, columns, strict=True):
+    columns = {run.name: Column(each.steps, finite(each.values)) for run in runs for each in (run.columns[metric],)}
+    averaged = _of_means(runs, metric)
+    for run in runs:
+        column, alone = columns[run.name], averaged == [run]
         kept = thinned(column.values, stretches)
-        shown = {"name": names[run.name], "group": number, **({"view": "runs"} if several else {})}
-        style = {**group.style, "width": 1 if several else 1.6}
+        shown = {"name": names[run.name], "group": number, **({} if alone else {"view": "runs"})}
+        style = {**group.style, "width": 1.6 if alone else 1}
         yield {**shown, **_line(column.values, run.axes(column.steps, unit), kept, style)}
-    if not several:
+    if len(averaged) < 2:
         return
-    steps, values = _shared(columns)
+    steps, values = _shared([columns[run.name] for run in averaged])
     apart = values - values[0]  # exactly 0 where all are the same, whose mean may be rounded
     mean, deviation = values[0] + apart.mean(0), apart.std(0, ddof=1)
-    axes = [run.axes(steps, unit) for run in runs]
+    axes = [run.axes(steps, unit) for run in averaged]
     places = {axis: np.mean([each[axis] for each in axes], 0) for axis in AXES}
     kept = thinned(mean, stretches)
     shown = {"name": names[group.label], "group": number, "view": "mean"}
@@ -217,13 +235,17 @@ def _band(mean: Numbers, deviation: Numbers, places: Mapping[str, Numbers], kept
 
 
 def _line(values: Numbers, places: Mapping[str, Numbers], kept: Places, line: Trace) -> Trace:
+    y = values[kept]
+    gaps = np.isnan(np.concatenate(([np.nan], y, [np.nan])))
+    alone = ~gaps[1:-1] & gaps[:-2] & gaps[2:]  # a value between two gaps, through which no line goes
+    few = len(values) <= FEW
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(values) <= FEW else "lines",
-        "y": packed(values[kept]),
+        "mode": "lines+markers" if few or alone.any() else "lines",
+        "y": packed(y),
         "xs": {axis: packed(place[kept]) for axis, place in places.items()},
         "line": line,
-        "marker": {"size": 4},
+        "marker": {"size": packed(np.where(alone, 4.0, 0.0)) if alone.any() and not few else 4},
         "hovertemplate": HOVER,
     }
 
@@ -307,16 +329,17 @@ def with_error_bars(
         x, y: What the axes show.
     """
     named = any(isinstance(point[0], str) for points in series.values() for point in points)
-    names = _short(series)
+    names, hover = _short(series), HOVER.replace("%{x:,.12~g}", "%{x}") if named else HOVER
     traces: list[Trace] = []
     for number, (name, points) in enumerate(series.items()):
         ordered = points if named else sorted(points, key=lambda point: point[0])
         places, means, deviations = (list(column) for column in zip(*ordered, strict=True))
+        places = [escape(place, quote=False) if isinstance(place, str) else place for place in places]
         trace: Trace = {"type": "scatter", "name": names[name], "x": places, "y": means, "line": _style(number)}
-        trace |= {"mode": "markers" if named else "lines+markers", "hovertemplate": HOVER}
+        trace |= {"mode": "markers" if named else "lines+markers", "hovertemplate": hover}
         if None not in deviations:
             trace["error_y"] = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
-            trace |= {"customdata": deviations, "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
+            trace |= {"customdata": deviations, "hovertemplate": hover.replace("%{y:.5g}", MEAN_HOVER)}
         traces.append(trace)
     axis: Trace = {"title": {"text": x}}
     if named:
@@ -334,14 +357,33 @@ def with_error_bars(
 
 def _short(texts: Iterable[str]) -> dict[str, str]:
     """For a plot: not too long for a phone, still different, and without the markup that plotly would see."""
+    whole = list(dict.fromkeys(texts))
+    cut = _cut(whole)
+    names = _unique([cut[text] for text in whole])
+    return {text: escape(name, quote=False) for text, name in zip(whole, names, strict=True)}
+
+
+def _cut(texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
-    for text in dict.fromkeys(texts):
+    for text in texts:
         found.setdefault(text if len(text) <= LONGEST_NAME else f"{text[:14]}…{text[-14:]}", []).append(text)
-    short = {same[0]: escape(cut, quote=False) for cut, same in found.items() if len(same) == 1}
+    cut = {same[0]: short for short, same in found.items()}
     for same in found.values():
         if len(same) > 1:  # what all of them begin with says nothing
             letters = zip(*same, strict=False)
             start = next((place for place, each in enumerate(letters) if len(set(each)) > 1), min(map(len, same)))
-            ends = _short(text[start:] for text in same)
-            short |= {text: f"…{ends[text[start:]]}" for text in same}
-    return short
+            ends = _cut([text[start:] for text in same])
+            cut |= {text: f"…{ends[text[start:]]}" for text in same}
+    return cut
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    """One that is taken gets a number."""
+    found: dict[str, None] = {}
+    for text in texts:
+        name, number = text, 1
+        while name in found:
+            number += 1
+            name = f"{text} ({number})"
+        found[name] = None
+    return list(found)

@@ -19,7 +19,7 @@ _LOGGER = logging.getLogger("megabatch")
 Numbers = NDArray[np.float64]
 AXES = ("steps", "samples", "time")
 LARGEST_STEP = 2**53
-LONGEST_TEXT = 500  # characters of a setting or of a sample's name
+LONGEST_TEXT = 500  # characters of a setting or of a name
 NAMED = 5  # samples of a reason, and steps, that are listed
 LOOK = "Look in the --logs-dir of train."
 
@@ -56,9 +56,15 @@ class Run:
 
     @cached_property
     def clock(self) -> Column | None:
-        """Seconds of training until the end of each step, without evaluations."""
-        column = self.columns.get("train/step_seconds")
+        """Seconds of training until the end of each step, without evaluations. None where some are not known."""
+        column = self.of_every_step("train/step_seconds")
         return None if column is None else Column(column.steps, np.nancumsum(finite(column.values)))
+
+    def of_every_step(self, metric: str) -> Column | None:
+        """None where steps lack it."""
+        column, losses = self.columns.get(metric), self.columns.get("train/loss")
+        whole = column is not None and (losses is None or bool(np.isin(losses.steps, column.steps).all()))
+        return column if whole else None
 
     @property
     def seconds(self) -> float | None:
@@ -67,7 +73,7 @@ class Run:
 
     def axes(self, steps: Numbers, unit: float) -> dict[str, Numbers]:
         """Where these steps are on each of AXES; time in units of so many seconds."""
-        samples, time = _at(self.columns.get("train/samples"), steps), _at(self.clock, steps) / unit
+        samples, time = _at(self.of_every_step("train/samples"), steps), _at(self.clock, steps) / unit
         return {"steps": steps, "samples": samples, "time": time}
 
 
@@ -117,7 +123,7 @@ def read_run(folder: Path, name: str) -> Run:
     found = list(_json_lines(folder / "metrics.jsonl", unread))
     lines = [line for line in found if type(line.get("step")) is int and 0 <= line["step"] < LARGEST_STEP]
     unread["metrics.jsonl"] += len(found) - len(lines)
-    columns, not_numbers = _columns(lines)
+    columns, not_numbers, long_names = _columns(lines)
     run = Run(folder, name, columns)
     for entry in _json_lines(folder / "skipped.jsonl", unread):
         reason = shortened(text_of(entry.get("reason")))
@@ -127,11 +133,11 @@ def read_run(folder: Path, name: str) -> Run:
     run.nonfinite = list(islice(_json_lines(folder / "nonfinite.jsonl", unread), NAMED))
     run.notes += [f"{file}: {count} lines could not be read and are left out." for file, count in (+unread).items()]
     run.notes += [f"metrics.jsonl: {not_numbers} values are not numbers and are left out."] * (not_numbers > 0)
+    run.notes += [f"metrics.jsonl: {long_names} values are left out: their names are too long."] * (long_names > 0)
     run.notes += ["metrics.jsonl has no step yet."] * (not columns)
     for metric, axis in (("train/samples", "samples"), ("train/step_seconds", "time")):
-        run.notes += [f"{metric} was not recorded: nothing is drawn over {axis}."] * (
-            bool(columns) and metric not in columns
-        )
+        if columns and run.of_every_step(metric) is None:
+            run.notes.append(f"{metric} was not recorded at every step: nothing is drawn over {axis}.")
     run.settings = _read(run, folder / "params.yaml", _settings)
     run.environment = _read(run, folder / "environment.json", lambda text: _flat(json.loads(text)))
     return run
@@ -165,10 +171,10 @@ def _json_lines(path: Path, unread: Counter[str]) -> Iterator[dict[str, Any]]:
                 unread[path.name] += 1
 
 
-def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
-    """Every metric, and how many values are no numbers."""
+def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int, int]:
+    """Every metric, how many values are no numbers, and how many have a name that is too long."""
     found: dict[str, tuple[list[int], list[float]]] = {}
-    not_numbers = 0
+    not_numbers = long_names = 0
     for line in lines:
         step = line.pop("step")
         for name, value in line.items():
@@ -181,11 +187,14 @@ def _columns(lines: Iterable[dict[str, Any]]) -> tuple[dict[str, Column], int]:
                 except OverflowError:
                     value = np.inf
             if name not in found:
+                if len(name) > LONGEST_TEXT:
+                    long_names += 1
+                    continue
                 found[name] = ([], [])
             steps, values = found[name]
             steps.append(step)
             values.append(value)
-    return {name: _in_order(*column) for name, column in found.items()}, not_numbers
+    return {name: _in_order(*column) for name, column in found.items()}, not_numbers, long_names
 
 
 def _in_order(steps: Sequence[int], values: Sequence[float]) -> Column:
@@ -208,9 +217,10 @@ def _settings(text: str) -> dict[str, str]:
     import yaml
 
     try:
-        return _flat(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(text)
+    except Exception as error:  # such as a KeyError for "!!bool x"
         raise ValueError(str(error)) from None
+    return _flat(values)
 
 
 def _flat(values: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .figures import NONE, NOT_COMPARED, Group, differences
+from .figures import NONE, Group, differences
 from .runs import Run, median, shortened, text_of
 
 MOST_REASONS = 20  # of a run
@@ -64,7 +64,7 @@ def differing(runs: Sequence[Run]) -> list[Table]:
     """Settings, and facts of the environment."""
     tables = []
     for facts in ([run.settings for run in runs], [run.environment for run in runs]):
-        if names := [name for name in differences(facts) if name not in NOT_COMPARED - {"seed"}]:
+        if names := [name for name in differences(facts) if name != "name"]:
             rows = [
                 [run.name, *(shortened(each.get(name, NONE)) for name in names)]
                 for run, each in zip(runs, facts, strict=True)

@@ -56,11 +56,6 @@ class Checkpoints:
                 old.unlink()
         return path
 
-    def clear_unfinished(self) -> None:
-        """What a killed run was writing."""
-        for path in self.folder.glob(f"*{_UNFINISHED}"):
-            path.unlink()
-
 
 def load(path: Path) -> State:
     """Checked by the sums that are in the file. Tensors are read when they are used, once for all ranks of a machine.
@@ -119,7 +114,7 @@ def atomically(path: Path, write: Callable[[IO[bytes]], object], *, also: Sequen
 
     Names in `also` are of the same file, and are given to it before its own.
     """
-    unfinished, *others = (name.with_name(name.name + _UNFINISHED) for name in (path, *also))
+    unfinished, *others = (name.with_name(f"{name.name}.{os.getpid()}{_UNFINISHED}") for name in (path, *also))
     try:
         with open(unfinished, "wb") as file:
             write(file)
@@ -136,6 +131,12 @@ def atomically(path: Path, write: Callable[[IO[bytes]], object], *, also: Sequen
         if (cause := _os_error(error)) is None:
             raise
         raise WriteFailed(cause.errno, cause.strerror, str(path)) from error
+
+
+def clear_unfinished(folder: Path) -> None:
+    """What a killed run was writing."""
+    for path in folder.glob(f"*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..distributed.world import World, joined
-from ..machine import machine
+from ..machine import machine, version
 from . import checkpoint
 from .config import Config, Run, absolute, to_yaml
 from .evaluate import RunFailed
@@ -34,6 +34,7 @@ A run is a folder, --logs-dir/--name: params.yaml, out.log, metrics.jsonl, check
 """
 
 FAILED = 1
+PACKAGES = ("numpy", "pillow", "open_clip_torch", "timm", "transformers", "tokenizers")  # of the run, where they are
 
 Resume = tuple[Path, checkpoint.State]
 add_arguments = add_flags
@@ -59,8 +60,10 @@ def main(options: argparse.Namespace) -> int:
             del resume
             config = replace(config, run=replace(run, allow_changed_data=False))
             if world.rank == 0:
-                trainer.checkpoints.clear_unfinished()
-                data, facts = (json.dumps(each, indent=1).encode() for each in (trainer.data, machine(world)))
+                for place in (folder, trainer.checkpoints.folder):
+                    checkpoint.clear_unfinished(place)
+                environment = machine(world, [name for name in PACKAGES if version(name)])
+                data, facts = (json.dumps(each, indent=1).encode() for each in (trainer.data, environment))
                 checkpoint.atomically(folder / "data.json", lambda file: file.write(data))
                 checkpoint.atomically(folder / "environment.json", lambda file: file.write(facts))
                 checkpoint.atomically(folder / "params.yaml", lambda file: file.write(to_yaml(config).encode()))

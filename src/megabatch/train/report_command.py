@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     with usage_errors("report"):
-        if options.out.is_dir():
-            raise ValueError(f"--out must be a file, got the folder {options.out}. Name a file in it.")
+        if options.out.suffix not in (".html", ".htm") or options.out.is_dir():
+            raise ValueError(f"--out must be a file that ends in .html, got {options.out}. Give it such a name.")
         if not options.out.parent.is_dir():
             raise ValueError(f"--out must be in a folder that is there, got {options.out}. Make {options.out.parent}.")
         if options.examples < 0:
@@ -59,8 +59,9 @@ def _examples(run: Run, count: int) -> Section:
     try:
         from .retrieved import AMONG, retrieved  # which needs megabatch[train], and the page does not
 
-        found = retrieved(run.folder, count)
+        checkpoint, found = retrieved(run.folder, count)
     except Exception as error:  # weights and data may have moved, packages be missing, memory be full
         return Section(title, [f"None: {said(error)}. {NEEDED}"])
-    text = f"The nearest to a text of the first held-out images, {AMONG} at most; the best first, the right one framed."
+    text = f"The nearest to a text of the first held-out images, {AMONG} at most, by {checkpoint}; the best first, "
+    text += "the right one framed."
     return Section(title, [text], examples=found)

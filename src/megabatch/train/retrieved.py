@@ -21,8 +21,8 @@ SIDE = 64  # pixels of an example
 
 
 @torch.no_grad()
-def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> list[Retrieved]:
-    """The first held-out texts, each with the images nearest to it, the best first.
+def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> tuple[str, list[Retrieved]]:
+    """The name of the checkpoint, and the first held-out texts, each with the images nearest to it, the best first.
 
     ValueError where the run has no checkpoint, or no held-out images that can be read.
     """
@@ -43,7 +43,7 @@ def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> li
     _, nearest = mb.similarity_topk(queries, images, min(matches, len(kept)), normalize=True, group=None)
     found = [[kept[row] for row in rows] for rows in nearest.tolist()]
     ids = {index: pieces[index].ids[0] for index in kept}
-    return [
+    return path.name, [
         Retrieved(source[index].text, [_picture(source[each], bool(ids[each] == ids[index])) for each in best])
         for index, best in zip(kept, found, strict=False)
     ]
@@ -52,7 +52,7 @@ def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> li
 def _picture(sample: Sample, right: bool) -> Picture:
     assert sample.image is not None
     image = decode(sample.image) if isinstance(sample.image, bytes) else sample.image
-    image = image.convert("RGB")
+    image = image.convert("RGBA")
     image.thumbnail((SIDE, SIDE))
     image.save(file := io.BytesIO(), "PNG")
     address = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
