@@ -51,6 +51,7 @@ UNINITIALISED = [
 # of the time alternate with those that compute.
 LONGEST = ["examples", "triton", "demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
 LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "kernels"]
+LONGEST += ["docs", "train_run", "study", "bench_ranks"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,6 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now is never garbage, and takes a fifth of a second to look through
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Triton complains of what is still there when the process ends
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
