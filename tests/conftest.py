@@ -20,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,11 +51,20 @@ UNINITIALISED = [
 # of the time alternate with those that compute.
 LONGEST = ["examples", "triton", "demo", "ranks", "sentence_transformers", "memory", "chunked_ranks", "check"]
 LONGEST += ["train_resume", "train_loop", "bench_chunked", "open_clip", "train_towers", "bad_input", "kernels"]
+LONGEST += ["docs", "train_run", "study", "bench_ranks"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now is never garbage, and takes a fifth of a second to look through
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Triton complains of what is still there when the process ends
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,5 +1,6 @@
 """Real ranks for the tests: a pool of processes in one gloo world, and processes of one's own that may die."""
 
+import gc
 import logging
 import pickle
 import tempfile
@@ -166,6 +167,7 @@ class Pool:
 
 def _serve(rank: int, folder: str, pipe: Connection) -> None:
     """A rank of the pool: answer calls until the pool closes, or is gone."""
+    gc.freeze()  # or every collection would look through torch, and copy the pages that are shared with the server
     _groups[tuple(range(WORLD_SIZE))] = join_world(rank, WORLD_SIZE, folder, GROUP_TIMEOUT)
     for members in GROUPS:
         if len(members) < WORLD_SIZE:

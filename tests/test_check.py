@@ -457,6 +457,7 @@ def test_speed_and_memory_are_held_against_the_dense_loss(capsys: pytest.Capture
         assert rows["eager"]["median"] > 0
         assert rows["formula"]["median"] > 0
         assert rows["eager"]["peak_bytes"] is not None
+        assert rows["compiled"]["status"] == "ok"
     assert "times as fast as dense" in last_line(out)
 
 

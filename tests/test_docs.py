@@ -26,6 +26,8 @@ from megabatch import cli
 from studies import page as study_page
 from tools import tables
 
+from .ranks import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
 PAGES += sorted(
@@ -429,14 +431,59 @@ WITH_TORCHVISION = "from tests.shims import import_torchvision; import_torchvisi
 WITH_TORCHVISION += "import sys; from megabatch.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def run_in(folder: Path, words: tuple[str, ...]) -> None:
-    if "imagenet" in words:
-        words = ("-c", WITH_TORCHVISION, *words[2:])
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(folder)}
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr or ended.stdout
+# Runs one command after the other, each as `python -m` does: most of their time would go into importing torch.
+SHELL_OF_COMMANDS = """
+import json, os, runpy, sys, traceback
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(os.open("printed", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), 1)
+os.dup2(1, 2)
+for line in sys.stdin:
+    os.truncate("printed", 0)
+    module, *sys.argv[1:] = json.loads(line)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    print(json.dumps(code), file=answers)
+"""
+
+
+class Commands:
+    """A process that runs commands in a folder. What imports open_clip has one of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": str(folder)}
+        self.how: dict[str, Any] = {"cwd": folder, "text": True, "env": environment}
+        self.shell = subprocess.Popen(
+            [sys.executable, "-c", SHELL_OF_COMMANDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **self.how
+        )
+
+    def run(self, words: tuple[str, ...]) -> None:
+        if "imagenet" in words:
+            command = [sys.executable, "-c", WITH_TORCHVISION, *words[2:]]
+            ended = subprocess.run(command, capture_output=True, check=False, **self.how)
+            assert ended.returncode == 0, ended.stderr or ended.stdout
+            return
+        assert words[0] == "-m"
+        assert self.shell.stdin is not None
+        assert self.shell.stdout is not None
+        print(json.dumps(words[1:]), file=self.shell.stdin, flush=True)
+        answer = self.shell.stdout.readline()
+        assert answer.strip() in ("0", "null"), (self.folder / "printed").read_text()
+
+    def end(self) -> None:
+        assert self.shell.stdin is not None
+        assert self.shell.stdout is not None
+        self.shell.stdin.close()
+        assert self.shell.wait(PATIENCE) == 0
+        self.shell.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -469,8 +516,8 @@ def fill_bucket(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory, store: None) -> Path:
-    """A folder with the data that the pages name, and their first training run."""
+def workplace(tmp_path_factory: pytest.TempPathFactory, store: None) -> Iterator[Commands]:
+    """Commands in a folder with the data that the pages name, and their first training run."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("pages")
@@ -486,13 +533,22 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, store: None) -> Path:
     coco = {"images": [{"id": 1, "file_name": "4.png"}], "annotations": captions}
     (folder / "coco/val2014/coco_test_karpathy.json").write_text(json.dumps(coco))
     fill_bucket(folder)
-    run_in(folder, next(words for words, line in RUN.items() if FIRST_RUN in line))
-    return folder
+    found = Commands(folder)
+    found.run(next(words for words, line in RUN.items() if FIRST_RUN in line))
+    yield found
+    found.end()
 
 
 @pytest.mark.parametrize("line", [line for line in RUN.values() if FIRST_RUN not in line])
-def test_a_command_of_a_page_runs(line: str, workplace: Path) -> None:
-    run_in(workplace, smaller(line))
+def test_a_command_of_a_page_runs(line: str, workplace: Commands) -> None:
+    workplace.run(smaller(line))
+
+
+def test_a_command_that_fails_is_found(workplace: Commands) -> None:
+    for words, said in ((("bench", "nothing"), "invalid choice: 'nothing'"), (("plan", "--gpus", "0"), "--gpus")):
+        with pytest.raises(AssertionError, match=said):
+            workplace.run(("-m", "megabatch", *words))
+    workplace.run(("-m", "megabatch", "--version"))
 
 
 # ---- the readers can tell right from wrong

@@ -3,6 +3,7 @@
 In a separate process a contender's memory, state and crash do not affect others. Results come from all ranks.
 """
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -138,6 +139,8 @@ def _own_signals() -> Iterator[None]:
 
 
 def _child(device: str, patience: float | None, function: Callable[..., R], args: tuple[Any, ...]) -> R:
+    # What was loaded before the fork is never garbage, and looking through it would copy all of its pages.
+    gc.freeze()
     measure.expendable = True
     alone = int(os.environ["WORLD_SIZE"]) == 1
     if device == "cpu" and not alone:
