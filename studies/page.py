@@ -49,9 +49,9 @@ NAMES = {
 # Each is compared with the one before.
 NEGATIVES = {
     "clip": "CLIP",
-    "one-direction": "words → definition only",
-    "random-negatives": "and random negatives",
-    "mined-negatives": "and mined negatives",
+    "one-direction": "one direction",
+    "random-negatives": "+ random",
+    "mined-negatives": "+ mined",
 }
 DIRECTIONS = {"query_to_text": "words → definition", "text_to_query": "definition → words"}
 BATCH, RECALL = "batch", "mean recall, %"
