@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import signal
 import statistics
@@ -419,6 +420,9 @@ def test_tables_have_means_over_seeds_and_paired_tests(make: Callable[..., Study
     text = page.TABLES["siglip"](study)
     assert "| batch | steps | CLIP, % | SigLIP, % | difference |" in text
     assert "| icons | 64 | 2 | 32.0 ± 2.8 | 26.5 ± 2.1 | -5.5 (p = 0.058) |" in text
+    with pytest.raises(ValueError, match=r"a block of the page must be one of samples, .*, got sample. Rename it."):
+        page.written("<!-- study: sample -->\n<!-- end -->", study)
+    assert page.paired({1: 0.25, 2: 0.5}, {1: 0.5, 2: 0.75}) == "+25.0"
     text = page.written("<!-- study: samples -->\nold\n<!-- end -->\n", study)
     assert "old" not in text
     assert page.written(text, study) == text
@@ -534,9 +538,10 @@ def test_the_page_shows_the_kept_results() -> None:
     study, text = page.load(), page.PAGE.read_text()
     assert page.written(text, study) == text
     assert sorted(name for _, name, _ in page.BLOCK.findall(text)) == sorted(page.PLOTS)
+    drawn = {name for name, plot in page.PLOTS.items() if plot(study).traces}
+    assert {path.stem for path in page.PAGE.parent.glob("*.svg")} == drawn
     for name, plot in page.PLOTS.items():
         figure, path = plot(study), page.PAGE.with_name(f"{name}.svg")
-        assert path.exists() == bool(figure.traces)
         if figure.traces:
             said = ElementTree.fromstring(path.read_text())[1].text
             assert said == page.description(figure), f"{name}.svg is of other results"
@@ -559,6 +564,8 @@ def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
             for cell in study.batches("samples", dataset)
         ]
         assert f"to {means[-1]:.1f} from {max(means):.1f} %" in text
+        untrained = 100 * statistics.mean(done[job] for job in study.untrained(dataset))
+        assert re.search(rf"Untrained: .*{dataset} {untrained:.1f} %", text, re.IGNORECASE)
     losses = {Job(**run["job"]): run["train_loss"] for run in runs}
     methods = study.methods(done)
     pairs = [pair for jobs in methods.values() for pair in zip(jobs, methods["dense"], strict=True)]
