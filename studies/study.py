@@ -69,13 +69,17 @@ def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
 
 
 def search(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
-    """Learning rates that are to be tried next: those of the grid, then the neighbours of the best."""
+    """Learning rates that are to be tried next: those of the grid, then the neighbours of the best, and of an end towards
+    which scores rise again, unless it has less than half of the best: rates that are too high learn nothing, by chance."""
     found, ratio = tried(cell, grid, done), grid["width_of_grid"]
-    factors = [factor for factor in grid["factors"] if factor not in found]
+    factors = {factor for factor in grid["factors"] if factor not in found}
     if not factors:
-        best = _best(found)
-        factors = [factor for factor in (best / ratio, best * ratio) if factor not in found]
-    return [replace(cell, factor=each, seed=grid["search"]) for each in factors if 1 / FURTHEST <= each <= FURTHEST]
+        best, order = _best(found), list(found)
+        ends = [pair for pair in (order[:2], order[:-3:-1]) if len(pair) == 2]
+        peaks = {best, *(end for end, inner in ends if found[end] > max(found[inner], found[best] / 2))}
+        factors = {factor for peak in peaks for factor in (peak / ratio, peak * ratio)} - found.keys()
+    allowed = sorted(each for each in factors if 1 / FURTHEST <= each <= FURTHEST)
+    return [replace(cell, factor=each, seed=grid["search"]) for each in allowed]
 
 
 def _best(found: dict[float, float]) -> float:
@@ -149,7 +153,7 @@ class Study:
     def cell(self, budget: str, dataset: str, batch: int, variant: str = "clip") -> Job:
         """A setting that is compared, whatever its learning rate and seed: those are 0."""
         amount = self.grid["budgets"][budget][dataset]
-        if budget == "samples":
+        if budget.endswith("samples"):
             amount /= batch
         elif budget == "seconds":
             amount /= self.step_seconds(dataset, batch)

@@ -22,7 +22,7 @@ import yaml
 
 from studies import batch_size, page, wordnet
 from studies.runs import Runner, command_of
-from studies.study import FURTHEST, SCORE, Job, Study, best_factor, left_of, scores, seed_scores
+from studies.study import FURTHEST, SCORE, Job, Study, best_factor, left_of, scores, search, seed_scores
 
 GRID: dict[str, Any] = {
     "model": "tiny",
@@ -67,6 +67,21 @@ def test_the_search_goes_on_while_the_best_learning_rate_is_at_an_end(
     further = found({**values, next_factor: 0.15})
     assert best_factor(CELL, GRID, further) == max(values, key=lambda factor: values[factor])
     assert [job.seed for job in left_of(CELL, GRID, further)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        ({0.25: 0.3, 0.5: 0.4, 1: 0.2, 2: 0.3}, [4]),
+        ({0.25: 0.3, 0.5: 0.2, 1: 0.4, 2: 0.1}, [0.125]),
+        ({0.25: 0.3, 0.5: 0.2, 1: 0.4, 2: 0.2, 4: 0.3}, [0.125, 8]),
+        ({0.25: 0.3, 0.5: 0.4, 1: 0.1, 2: 0.15}, []),  # which is no peak: nothing was learned there
+        ({0.25: 0.3, 0.5: 0.4, 1: 0.3, 2: 0.3}, []),
+    ],
+    ids=str,
+)
+def test_the_search_goes_on_where_scores_rise_again(values: dict[float, float], more: list[float]) -> None:
+    assert search(CELL, GRID, found(values)) == [replace(CELL, factor=factor) for factor in more]
 
 
 def test_rates_of_a_rule_do_not_end_the_search() -> None:
