@@ -26,6 +26,7 @@ PAGE = HERE.parent / "docs" / "studies" / "batch-size.md"
 BLOCK = re.compile(r"(<!-- study: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BUDGETS = {
     "samples": "samples seen",
+    "more-samples": "samples seen",
     "updates": "updates",
     "more-updates": "updates",
     "most-updates": "updates",
@@ -350,11 +351,12 @@ def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
     """The plots of that page, as an SVG each, and no others."""
     with tempfile.TemporaryDirectory() as profile, closing(Browser(Path(profile))) as browser:
         browser.open(html, width=1600)
-        for old in pictures.glob("*.svg"):
-            old.unlink()
         for place, (name, figure) in enumerate(figures.items()):
             svg = browser.svg(f"plot-0-{place}", title=figure.title, description=description(figure))
             (pictures / f"{name}.svg").write_text(svg)
+    for old in pictures.glob("*.svg"):
+        if old.stem not in figures:
+            old.unlink()
 
 
 def main() -> None:

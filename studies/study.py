@@ -69,8 +69,8 @@ def tried(cell: Job, grid: Grid, done: dict[Job, float]) -> dict[float, float]:
 
 
 def search(cell: Job, grid: Grid, done: dict[Job, float]) -> list[Job]:
-    """Learning rates that are to be tried next: those of the grid, then the neighbours of the best, and of an end towards
-    which scores rise again, unless it has less than half of the best: rates that are too high learn nothing, by chance."""
+    """Learning rates that are to be tried next: those of the grid, then the neighbours of the best, and of an end
+    towards which scores rise again. With less than half of the best it is no peak: nothing was learned there."""
     found, ratio = tried(cell, grid, done), grid["width_of_grid"]
     factors = {factor for factor in grid["factors"] if factor not in found}
     if not factors:

@@ -90,9 +90,8 @@ def _fraction(text: str) -> float:
 def write(folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "train.jsonl", folder / "held_out.jsonl"
-    if not all(path.exists() for path in paths):
-        for path, rows in zip(paths, split(), strict=True):
-            write_lines(path, rows)
+    for path, rows in zip(paths, split(), strict=True):
+        write_lines(path, rows)
     return paths
 
 

@@ -252,11 +252,12 @@ def test_a_run_whose_settings_are_not_known_differs_in_none_of_them(tmp_path):
     assert "<td>wd</td><td>0.2</td>" in text
 
 
-@pytest.mark.parametrize("fact", ["ranks", "device", "commit", "torch"])
+@pytest.mark.parametrize("fact", ["ranks", "threads", "device", "commit", "torch"])
 def test_runs_on_other_hardware_or_of_other_code_are_no_runs_of_one_setting(tmp_path, fact):
     runs = [write_run(tmp_path / str(number), [step_line(1)], seed=number % 2) for number in range(4)]
     for number, run in enumerate(runs):
-        facts = {"ranks": 1, "device": "EPYC", "commit": "abc", "torch": "2.13.0", "python": f"3.1{number}"}
+        facts = {"ranks": 1, "threads": 2, "device": "EPYC", "commit": "abc", "torch": "2.13.0"}
+        facts["python"] = f"3.1{number}"
         (run / "environment.json").write_text(json.dumps(facts | {fact: 1 + number // 2}))
     assert [group.label for group in grouped(read_runs(runs))] == [f"{fact} 1 (2 seeds)", f"{fact} 2 (2 seeds)"]
     text = text_of(page(*runs))
@@ -757,7 +758,7 @@ def test_seconds_of_towers_and_loss_are_those_of_both_passes(shapes, tmp_path, m
     monkeypatch.setattr(Encoder, "texts", slow_texts)
     run = train(tmp_path, "--train-data", shapes, *FLAGS, "--steps", "1")
     (values,) = steps(run)
-    assert 0.3 <= values["train/loss_seconds"] < values["train/towers_seconds"]
+    assert values["train/loss_seconds"] >= 0.3
     assert values["train/towers_seconds"] >= 0.6
     parts = [values[f"train/{part}_seconds"] for part in ("data", "towers", "loss")]
     assert sum(parts) < values["train/step_seconds"]

@@ -182,12 +182,16 @@ def test_a_share_of_the_data_is_a_file_of_its_own(make: Callable[..., Study], tm
     study = make(variants={"tenth": {"batches": {"wordnet": [64]}, "share": 0.1}})
     jobs = [replace(CELL, dataset="wordnet", variant=variant) for variant in ("clip", "tenth")]
     runner = Runner(study, tmp_path)
+    (tmp_path / "wordnet").mkdir()
+    for name in ("train", "held_out", "share-0.1"):  # of another split
+        (tmp_path / "wordnet" / f"{name}.jsonl").write_text('{"query": "old", "positive": "old"}\n')
     for job in jobs:
         runner.make_data(job)
     whole, part = ((words[1], words[3]) for words in map(runner.files, jobs))
     assert whole[1] == part[1]  # what is held out
     lines, some = (Path(path).read_text().splitlines() for path in (whole[0], part[0]))
     assert some == lines[: round(len(lines) / 10)]
+    assert [len(lines), len(wordnet.read_lines(Path(whole[1])))] == [97_921, 3_883]
 
 
 def test_negatives_are_mined_with_a_trained_model_or_random(

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -219,8 +220,10 @@ def test_torchrun_restarts_after_a_killed_rank(shapes, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     again = [*torchrun, "--max-restarts", "1", str(script), *words, "--name", "killed", "--resume", "latest"]
     whole = [*torchrun, "--standalone", "-m", "megabatch", *words, "--name", "whole"]
-    both = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in (again, whole)]
-    assert [process.wait(PATIENCE) for process in both] == [0, 0]
+    how = {"stderr": subprocess.PIPE, "text": True, "timeout": PATIENCE}
+    with ThreadPoolExecutor() as pool:
+        for ended in pool.map(lambda command: subprocess.run(command, check=False, **how), (again, whole)):
+            assert ended.returncode == 0, ended.stderr
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 

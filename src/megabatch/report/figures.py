@@ -36,10 +36,10 @@ HOVER = "%{y:.5g} at %{x:,.12~g}<br>%{fullData.name}<extra></extra>"
 MEAN_HOVER = "%{y:.5g} ± %{customdata:.2g}"
 FEW = 50  # points, which are marked
 TICK_RATIO = 1.9  # of neighbouring ticks on a logarithmic axis, at least
-# Names of settings in which runs of one setting may differ.
+# Names of settings in which runs of one setting may differ, and of the environment, in which they may not.
 NOT_COMPARED = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep"}
 NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps"}
-ALIKE = {"ranks", "device", "commit", "megabatch", "torch", "cuda"}  # of the environment, in which they may not
+ALIKE = {"ranks", "threads", "device", "commit", "megabatch", "torch", "cuda"}
 
 Trace = dict[str, Any]
 Places = NDArray[np.intp]  # of a column
