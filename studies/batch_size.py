@@ -73,8 +73,10 @@ def run_all(runner: Runner, processes: int) -> None:
             running |= {pool.submit(run, job): job for job in jobs[: processes - len(running)]}
             if not running:
                 return
-            # A signal that comes just before the main thread waits is handled when it wakes up.
-            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
+            ended: set[Future[None]] = set()
+            while not ended:  # a signal that comes just before the main thread waits is handled when it wakes up
+                ended = wait(running, timeout=1, return_when=FIRST_COMPLETED).done
+            for future in ended:
                 running.pop(future)
                 future.result()
 
