@@ -188,6 +188,18 @@ def test_the_mean_of_equal_values_is_that_value_without_a_deviation(tmp_path):
     assert unpacked(band["y"]).tolist() == [14.3, 14.3]
 
 
+def test_a_deviation_at_a_single_step_is_a_bar(tmp_path):
+    runs = [write_run(tmp_path / str(seed), [val_line(5, 0.2 + seed / 10)], seed=seed) for seed in range(3)]
+    *_, line = figure_of(grouped(read_runs(runs)), "Mean recall").traces
+    assert unpacked(line["error_y"]["array"]) == pytest.approx([0.1])
+
+
+@pytest.mark.parametrize(("value", "mode"), [(0.2, "nonnegative"), ("nan", "nonnegative"), (-0.1, "normal")])
+def test_an_axis_goes_below_zero_only_for_values_that_do(tmp_path, value, mode):
+    run = write_run(tmp_path, [step_line(1, value)])
+    assert figure_of(grouped(read_runs([run])), "Training loss").layout["yaxis"]["rangemode"] == mode
+
+
 def test_a_band_has_a_gap_where_its_mean_has_one(tmp_path):
     losses = {0: [1.0, 1.0, "nan", 1.0], 1: [3.0, 3.0, 3.0, 3.0]}
     folders = [
@@ -239,6 +251,18 @@ def test_what_differs_between_runs_is_apart_from_what_does_not(tmp_path):
     assert "What differs" not in text_of(page(one))
     (two / "params.yaml").write_text("lr: 3")
     assert "None is the same in all runs." in text_of(page(one, two))
+
+
+def test_losses_of_different_batches_are_not_to_be_compared(tmp_path):
+    runs = [write_run(tmp_path / str(batch), [step_line(1)], global_batch_size=batch) for batch in (64, 128)]
+    assert "compare runs of different batches by validation" in text_of(page(*runs))
+    assert "compare runs of different batches by validation" not in text_of(page(runs[0]))
+
+
+@pytest.mark.parametrize(("planned", "shown"), [(12, "2 of 12"), (2, "2"), (1, "2"), (None, "2"), ("9" * 5000, "2")])
+def test_a_run_that_has_not_done_all_steps_says_so(tmp_path, planned, shown):
+    run = write_run(tmp_path / "run", [step_line(1), step_line(2)], steps=planned)
+    assert f"<td>run</td><td>{shown}</td>" in text_of(page(run))
 
 
 def test_a_run_whose_settings_are_not_known_differs_in_none_of_them(tmp_path):
@@ -482,6 +506,9 @@ def test_folders_of_runs_that_never_began_are_left_out_with_a_warning(tmp_path, 
     ]
     with pytest.raises(ValueError, match=r"RUN must be a folder with a metrics.jsonl, got .*refused, without\."):
         read_runs([tmp_path / "refused"])
+    with pytest.raises(ValueError, match="RUN must be a folder"):
+        read_runs([tmp_path])
+    assert logged[-1].endswith(f"{tmp_path} is left out: it holds runs: give {tmp_path}/*")
 
 
 def test_a_run_given_twice_is_refused(tmp_path):
@@ -678,7 +705,7 @@ def test_examples_are_the_nearest_images_and_know_which_is_right(shapes, tmp_pat
 def test_a_run_without_images_says_that_there_are_no_examples(tmp_path):
     pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
     run = train(tmp_path, "--train-data", pairs, "--val-data", pairs, *FLAGS, "--report")
-    assert "None: ValueError: held-out data must have images, has none." in text_of((run / "report.html").read_text())
+    assert "None: the held-out data has no images." in text_of((run / "report.html").read_text())
 
 
 @pytest.mark.parametrize("error", [BadSample("not a file"), RuntimeError("not enough memory"), KeyError("model")])

@@ -38,20 +38,21 @@ FEW = 50  # points, which are marked
 TICK_RATIO = 1.9  # of neighbouring ticks on a logarithmic axis, at least
 # Names of settings in which runs of one setting may differ, and of the environment, in which they may not.
 NOT_COMPARED = {"seed", "name", "logs", "resume", "allow_changed_data", "save_frequency", "save_steps", "keep"}
-NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps"}
+NOT_COMPARED |= {"report", "report_to", "wandb_project_name", "log_every_n_steps", "val_frequency", "val_steps"}
 ALIKE = {"ranks", "threads", "device", "commit", "megabatch", "torch", "cuda"}
 
 Trace = dict[str, Any]
 Places = NDArray[np.intp]  # of a column
 
-SPEED, LEFT_OUT, OTHERS = "Speed and memory", "Skipped samples and non-finite steps", "Other metrics"
+LEARNING, SPEED, OTHERS = "Learning", "Speed and memory", "Other metrics"
+LEFT_OUT = "Skipped samples and non-finite steps"
 # Sections of the page, and the metrics that belong there, with their titles.
 METRICS = (
-    ("Learning", r"train/loss", "Training loss"),
-    ("Learning", r"train/accuracy", "Training accuracy, in the batch"),
-    ("Learning", r"val/loss", "Validation loss"),
-    ("Learning", r"val/mean_recall", "Mean recall"),
-    ("Learning", r"zeroshot/top(\d+)", r"Zero-shot top-\1 accuracy"),
+    (LEARNING, r"train/loss", "Training loss"),
+    (LEARNING, r"train/accuracy", "Training accuracy, in the batch"),
+    (LEARNING, r"val/loss", "Validation loss"),
+    (LEARNING, r"val/mean_recall", "Mean recall"),
+    (LEARNING, r"zeroshot/top(\d+)", r"Zero-shot top-\1 accuracy"),
     ("Retrieval", r"val/(\w+)_to_(\w+)_R@(\d+)", r"Recall at \3, \1 to \2"),
     ("Retrieval", r"val/(\w+)_to_(\w+)_median_rank", r"Median rank, \1 to \2"),
     ("Optimization", r"train/lr", "Learning rate"),
@@ -164,7 +165,8 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
         means = [_of_means(each, metric) for each in having]
         notes += [UNEQUAL] * any(_unequal(group.runs, metric) for group in groups)
         notes += [EARLY] * any(len(some) < len(each) for some, each in zip(means, having, strict=True))
-        layout = {"yaxis": {"rangemode": "tozero"}} if section == LEFT_OUT else {}
+        lowest = "tozero" if section == LEFT_OUT else "normal" if (values < 0).any() else "nonnegative"
+        layout = {"yaxis": {"rangemode": lowest}}
         figures.append(Figure(title, [*chain(*each)], layout, " ".join(notes)))
     return sections
 
@@ -213,7 +215,9 @@ def _traces(
     kept = thinned(mean, stretches)
     shown = {"name": names[group.label], "group": number, "view": "mean"}
     yield {**shown, **_band(mean, deviation, places, kept, group.style["color"])}
-    spread = {"customdata": packed(deviation[kept]), "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
+    spread: Trace = {"customdata": packed(deviation[kept]), "hovertemplate": HOVER.replace("%{y:.5g}", MEAN_HOVER)}
+    if len(steps) == 1:  # of which no band can be seen
+        spread["error_y"] = {"type": "data", "array": packed(deviation)}
     yield {**shown, **_line(mean, places, kept, {**group.style, "width": 2}), **spread}
 
 
@@ -298,7 +302,8 @@ def parts_of_step(groups: Sequence[Group]) -> list[Figure]:
     runs, known = (sum(map(len, each)) for each in ([group.runs for group in groups], measured))
     notes = [OVERLAPS] * any(trace["name"] == PARTS["communication"] for trace in traces)
     notes += [f"{runs - known} of {runs} runs did not measure them, and are left out."] * (runs > known)
-    layout = {"barmode": "stack", "showlegend": True, "height": 120 + 28 * len(bars)}
+    # On a phone the legend has a line for each part.
+    layout = {"barmode": "stack", "showlegend": True, "height": 200 + 28 * len(bars)}
     ticks = {"tickvals": list(range(len(bars))), "ticktext": [names[label] for label in bars]}
     layout |= {"xaxis": {"title": {"text": "seconds"}}, "yaxis": {"autorange": "reversed", **ticks}}
     return [Figure("Parts of a step, medians", traces, layout, " ".join(notes), wide=True)] if traces else []
@@ -337,6 +342,8 @@ def with_error_bars(
         places = [escape(place, quote=False) if isinstance(place, str) else place for place in places]
         trace: Trace = {"type": "scatter", "name": names[name], "x": places, "y": means, "line": _style(number)}
         trace |= {"mode": "markers" if named else "lines+markers", "hovertemplate": hover}
+        if not named and None in deviations:
+            trace["marker"] = {"symbol": "circle-open"}
         if None not in deviations:
             trace["error_y"] = {"type": "data", "array": deviations, "thickness": 1.2, "width": 4}
             trace |= {"customdata": deviations, "hovertemplate": hover.replace("%{y:.5g}", MEAN_HOVER)}
@@ -352,6 +359,7 @@ def with_error_bars(
         texts = [f"1/{1 / tick:g}" if tick < 1 and (1 / tick).is_integer() else f"{tick:,.10g}" for tick in ticks]
         axis |= {"type": "log", "tickvals": ticks, "ticktext": texts}
     layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
+    layout |= {"scattermode": "group", "scattergap": 0.4} if named else {}  # beside each other at a name
     return Figure(title, traces, layout, note)
 
 

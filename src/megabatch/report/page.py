@@ -18,12 +18,26 @@ from plotly.offline import get_plotlyjs
 
 from .. import __version__
 from . import summary
-from .figures import LEFT_OUT, MOST_METRICS, SPEED, Figure, Group, curves, grouped, metrics_of, parts_of_step, time_unit
+from .figures import (
+    LEARNING,
+    LEFT_OUT,
+    MOST_METRICS,
+    SPEED,
+    Figure,
+    Group,
+    curves,
+    differences,
+    grouped,
+    metrics_of,
+    parts_of_step,
+    time_unit,
+)
 from .runs import Run
 from .summary import Table
 
 THINNED = "Long curves are thinned: of every stretch of steps the first, last, lowest and highest value are drawn."
 TIME = "Time is that of training steps, without evaluations."
+BATCHES = "Loss and accuracy in a batch depend on its size: compare runs of different batches by validation."
 BANDS = "Bands are the mean over the runs of a setting, plus and minus their standard deviation."
 
 
@@ -40,6 +54,10 @@ class Retrieved(NamedTuple):
 
     text: str
     pictures: Sequence[Picture]
+
+
+class NoExamples(Exception):
+    """Of a run in which nothing is to be retrieved."""
 
 
 class Section(NamedTuple):
@@ -67,6 +85,7 @@ def page_of(runs: Sequence[Run], examples: Sequence[Section] = ()) -> str:
     drawn, left_out = curves(groups), summary.left_out(runs)
     for title, figures in drawn.items():
         texts = [f"{THINNED} {TIME}" + f" {BANDS}" * several] if title == next(iter(drawn)) else []
+        texts += [BATCHES] * (title == LEARNING and "global_batch_size" in differences([run.settings for run in runs]))
         tables = left_out if title == LEFT_OUT else []
         texts += ["None."] if not figures and not tables else []
         parts = parts_of_step(groups) if title == SPEED else []

@@ -111,7 +111,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if (place / "metrics.jsonl").is_file():
             places.append(place)
         else:
-            _LOGGER.warning("report: %s is left out: it has no metrics.jsonl, as of a run that never began", folder)
+            runs = any(place.glob("*/metrics.jsonl"))
+            reason = (
+                f"it holds runs: give {folder}/*" if runs else "it has no metrics.jsonl, as of a run that never began"
+            )
+            _LOGGER.warning("report: %s is left out: %s", folder, reason)
     if not places:
         given = ", ".join(map(str, folders))
         raise ValueError(f"report: RUN must be a folder with a metrics.jsonl, got {given}, without. {LOOK}")

@@ -42,7 +42,11 @@ def last_metrics(groups: Sequence[Group]) -> Table:
             speed = run.columns.get("train/samples_per_second")
             samples_per_second = None if speed is None else median(speed.values)
             steps = max((column.steps[-1] for column in run.columns.values()), default=0)
-            counts = [f"{steps:,.0f}", number(run.last("train/samples"), ",.0f"), duration(run.seconds)]
+            counts = [
+                f"{steps:,.0f}{_of_planned(run, steps)}",
+                number(run.last("train/samples"), ",.0f"),
+                duration(run.seconds),
+            ]
             values = [number(run.last(metric), how) for metric, _, how in shown]
             rows.append([run.name, *counts, number(samples_per_second, ",.0f"), *values])
         if len(group.runs) > 1:
@@ -50,6 +54,13 @@ def last_metrics(groups: Sequence[Group]) -> Table:
             rows.append([f"mean ± std: {group.label}", *[""] * 4, *spreads])
     note = "Of the last step and the last evaluation; samples/s is the median over steps."
     return Table(head, rows, note + " Runs that end at different steps have no mean." * (len(rows) > len(runs)))
+
+
+def _of_planned(run: Run, steps: float) -> str:
+    """Where the run has not done all, or ended early."""
+    planned = run.settings.get("steps", "")
+    known = planned.isdecimal() and len(planned) < 16
+    return f" of {int(planned):,}" if known and int(planned) > steps else ""
 
 
 def _spread(runs: Sequence[Run], metric: str, how: str) -> str:

@@ -1,11 +1,12 @@
 """`megabatch report`: the page of one or more runs, and what `megabatch train --report` writes."""
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.figures import grouped
-from ..report.page import Section, page_of
+from ..report.page import NoExamples, Section, page_of
 from ..report.runs import Run, read_runs
 from .checkpoint import atomically
 from .config import said
@@ -37,13 +38,15 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(f"--out must be in a folder that is there, got {options.out}. Make {options.out.parent}.")
         if options.examples < 0:
             raise ValueError(f"--examples must be at least 0, got {options.examples}. Give 0 for none.")
-        write_report(options.runs, options.out, examples=options.examples)
+        for run in write_report(options.runs, options.out, examples=options.examples):
+            if run.notes:
+                logging.getLogger("megabatch").warning("report: %s: %s", run.name, " ".join(run.notes))
         print(options.out)
     return 0
 
 
-def write_report(folders: Sequence[Path], path: Path, *, examples: int = EXAMPLES) -> None:
-    """At once: at `path` is the old page or the new one."""
+def write_report(folders: Sequence[Path], path: Path, *, examples: int = EXAMPLES) -> list[Run]:
+    """Of the runs that it returns. At once: at `path` is the old page or the new one."""
     runs = read_runs(folders)
     groups = grouped(runs) if examples else []
     sections = [_examples(group.runs[0], examples) for group in groups[:MOST_SETTINGS]]
@@ -52,6 +55,7 @@ def write_report(folders: Sequence[Path], path: Path, *, examples: int = EXAMPLE
         sections.append(Section("More retrieval examples", [text]))
     page = page_of(runs, sections).encode("utf-8", "backslashreplace")
     atomically(path, lambda file: file.write(page))
+    return runs
 
 
 def _examples(run: Run, count: int) -> Section:
@@ -60,6 +64,8 @@ def _examples(run: Run, count: int) -> Section:
         from .retrieved import AMONG, retrieved  # which needs megabatch[train], and the page does not
 
         checkpoint, found = retrieved(run.folder, count)
+    except NoExamples as error:
+        return Section(title, [f"None: {error}"])
     except Exception as error:  # weights and data may have moved, packages be missing, memory be full
         return Section(title, [f"None: {said(error)}. {NEEDED}"])
     text = f"The nearest to a text of the first held-out images, {AMONG} at most, by {checkpoint}; the best first, "

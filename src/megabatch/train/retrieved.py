@@ -8,7 +8,7 @@ import torch
 
 import megabatch as mb
 
-from ..report.page import Picture, Retrieved
+from ..report.page import NoExamples, Picture, Retrieved
 from .data import open_held_out
 from .data.images import decode
 from .data.source import Sample
@@ -24,13 +24,13 @@ SIDE = 64  # pixels of an example
 def retrieved(run: Path, texts: int, matches: int = 5, among: int = AMONG) -> tuple[str, list[Retrieved]]:
     """The name of the checkpoint, and the first held-out texts, each with the images nearest to it, the best first.
 
-    ValueError where the run has no checkpoint, or no held-out images that can be read.
+    NoExamples where nothing is held out, or no images; ValueError where there is no checkpoint, or none can be read.
     """
     path, state = load_checkpoint(run)
     config = config_of(path, state)
     source = open_held_out(config)
     if source is None or source.texts_only:
-        raise ValueError("held-out data must have images, has none.")
+        raise NoExamples("the held-out data has no images." if source else "the run has no held-out data.")
     towers = restored_towers(config, path, state).eval()
     prepare = make_prepare(towers, config, train=False)
     pieces = {index: prepare(source, [0], [index]) for index in range(min(len(source), among))}
