@@ -106,10 +106,11 @@ def again(runner: Runner, processes: int) -> int:
 
 def status(study: Study) -> None:
     done = scores(study.results)
+    print("Mean recall, in %, of all seeds at the best learning rate, which is a factor times the square-root rule.")
     for cell in study.cells():
         factor, remaining = best_factor(cell, study.grid, done), len(left_of(cell, study.grid, done))
         values = list(seed_scores(cell, study.grid, done).values())
-        found = f"best factor {factor}, mean {statistics.mean(values):.4f}" if values else f"{remaining} runs left"
+        found = f"{100 * statistics.mean(values):.1f}, factor {factor:g}" if values else f"runs left: {remaining}"
         if not values and not remaining:
             found = f"waits for the learning rate of {study.options(cell.variant)['rate_of']}"
         print(f"{cell.variant}, {cell.dataset}, batch {cell.batch}, {cell.steps} steps: {found}")
@@ -138,7 +139,9 @@ def alone(results: Path) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m studies.batch_size", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m studies.batch_size", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("calibrate", "run", "status", "again"))
     parser.add_argument("--grid", type=Path, default=GRID, help="default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
@@ -147,6 +150,12 @@ def main(words: Sequence[str]) -> int:
         "--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: %(default)s)"
     )
     options = parser.parse_args(words)
+    if not options.grid.is_file():
+        parser.error(f"--grid must be a YAML file, got {options.grid}, which is not there. See {GRID.name}.")
+    if options.action in ("status", "again") and not options.results.is_file():
+        parser.error(
+            f"--results must be a file of kept runs, got {options.results}, which is not there. Run them first."
+        )
     if options.action in ("calibrate", "run"):
         alone(options.results)
     study = Study(options.grid, options.results)

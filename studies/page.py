@@ -4,6 +4,7 @@ They stand between `<!-- study: NAME -->` and `<!-- end -->`. Plots are drawn by
 build/study/batch-size.html and, by Chromium, as one SVG each. A test fails if tables or plots are of other results.
 """
 
+import argparse
 import re
 import statistics
 import tempfile
@@ -360,6 +361,7 @@ def save(figures: dict[str, Figure], html: Path, pictures: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m studies.page", description=__doc__).parse_args()
     study = load()
     html = HERE.parent / "build" / "study" / "batch-size.html"
     page = written(PAGE.read_text(), study)

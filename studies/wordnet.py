@@ -7,11 +7,11 @@ held-out word was trained on in another meaning. Words that mean many things, su
 synsets in one family, which is trained on. Examples are left out of the definitions, because they repeat the words.
 """
 
+import argparse
 import hashlib
 import importlib.util
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -107,4 +107,6 @@ def read_lines(path: Path) -> list[Any]:
 
 
 if __name__ == "__main__":
-    print(*write(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser("python -m studies.wordnet", description="WordNet as text pairs")
+    parser.add_argument("folder", type=Path, help="for train.jsonl and held_out.jsonl")
+    print(*write(parser.parse_args().folder))
