@@ -993,6 +993,9 @@ def test_names_are_not_connected_and_single_values_have_no_bars():
     assert figure.layout["xaxis"]["type"] == "category"
     assert "error_y" not in trace
     assert trace["hovertemplate"].startswith("%{y:.5g} at %{x}<br>")
+    assert figure.layout["yaxis"]["range"] == pytest.approx([0.095, 0.205])
+    figure = with_error_bars("Recall", {"clip": [("ring", 0.2, None)]}, x="", y="")
+    assert figure.layout["yaxis"]["range"] == pytest.approx([-0.8, 1.2])
     (trace,) = with_error_bars("Recall", {"clip": [("<b>ring", 0.2, 0.1)]}, x="method", y="recall").traces
     assert trace["x"] == ["&lt;b&gt;ring"]
     assert trace["hovertemplate"].startswith("%{y:.5g} ± %{customdata:.2g} at %{x}<br>")

@@ -358,8 +358,12 @@ def with_error_bars(
                 ticks.append(place)
         texts = [f"1/{1 / tick:g}" if tick < 1 and (1 / tick).is_integer() else f"{tick:,.10g}" for tick in ticks]
         axis |= {"type": "log", "tickvals": ticks, "ticktext": texts}
-    layout = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
-    layout |= {"scattermode": "group", "scattergap": 0.4} if named else {}  # beside each other at a name
+    layout: Trace = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
+    if named:  # beside each other at a name, where plotly would begin at 0
+        ends = [mean + side * (std or 0.0) for points in series.values() for _, mean, std in points for side in (1, -1)]
+        room = 0.05 * (max(ends) - min(ends)) or 1.0
+        layout |= {"scattermode": "group", "scattergap": 0.4}
+        layout["yaxis"]["range"] = [min(ends) - room, max(ends) + room]
     return Figure(title, traces, layout, note)
 
 
