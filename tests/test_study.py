@@ -585,6 +585,18 @@ def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
         assert f"to {means[-1]:.1f} from {max(means):.1f} %" in text
         untrained = 100 * statistics.mean(done[job] for job in study.untrained(dataset))
         assert re.search(rf"Untrained: .*{dataset} {untrained:.1f} %", text, re.IGNORECASE)
+
+    def mean(dataset: str, batch: int, steps: int) -> str:
+        values = seed_scores(Job(dataset, batch, steps, 0, 0), study.grid, done).values()
+        return f"{100 * statistics.mean(values):.1f}"
+
+    for dataset, batch, few, many in (
+        ("icons", 4096, 32, 128),
+        ("icons", 256, 512, 2048),
+        ("wordnet", 16384, 8, 16),
+        ("wordnet", 1024, 256, 1024),
+    ):
+        assert f"from {mean(dataset, batch, few)} to {mean(dataset, batch, many)} %" in text
     losses = {Job(**run["job"]): run["train_loss"] for run in runs}
     methods = study.methods(done)
     pairs = [pair for jobs in methods.values() for pair in zip(jobs, methods["dense"], strict=True)]
