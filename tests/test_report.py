@@ -188,13 +188,26 @@ def test_the_mean_of_equal_values_is_that_value_without_a_deviation(tmp_path):
     assert unpacked(band["y"]).tolist() == [14.3, 14.3]
 
 
+def test_runs_that_share_no_step_are_all_shown(tmp_path):
+    runs = [
+        write_run(tmp_path / str(seed), [val_line(step) for step in (seed, seed + 2)], seed=seed) for seed in (1, 2)
+    ]
+    traces = figure_of(grouped(read_runs(runs)), "Mean recall").traces
+    assert [(trace.get("view"), unpacked(trace["xs"]["steps"]).tolist()) for trace in traces] == [
+        (None, [1, 3]),
+        (None, [2, 4]),
+    ]
+
+
 def test_a_deviation_at_a_single_step_is_a_bar(tmp_path):
     runs = [write_run(tmp_path / str(seed), [val_line(5, 0.2 + seed / 10)], seed=seed) for seed in range(3)]
     *_, line = figure_of(grouped(read_runs(runs)), "Mean recall").traces
     assert unpacked(line["error_y"]["array"]) == pytest.approx([0.1])
 
 
-@pytest.mark.parametrize(("value", "mode"), [(0.2, "nonnegative"), ("nan", "nonnegative"), (-0.1, "normal")])
+@pytest.mark.parametrize(
+    ("value", "mode"), [(0.2, "nonnegative"), ("nan", "nonnegative"), ("-inf", "nonnegative"), (-0.1, "normal")]
+)
 def test_an_axis_goes_below_zero_only_for_values_that_do(tmp_path, value, mode):
     run = write_run(tmp_path, [step_line(1, value)])
     assert figure_of(grouped(read_runs([run])), "Training loss").layout["yaxis"]["rangemode"] == mode

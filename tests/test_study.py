@@ -1,5 +1,6 @@
 """The study of batch sizes: which runs are left, the split of WordNet, and the pipeline on a grid of its own."""
 
+import itertools
 import json
 import math
 import re
@@ -586,9 +587,8 @@ def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
         untrained = 100 * statistics.mean(done[job] for job in study.untrained(dataset))
         assert re.search(rf"Untrained: .*{dataset} {untrained:.1f} %", text, re.IGNORECASE)
 
-    def mean(dataset: str, batch: int, steps: int) -> str:
-        values = seed_scores(Job(dataset, batch, steps, 0, 0), study.grid, done).values()
-        return f"{100 * statistics.mean(values):.1f}"
+    def mean(dataset: str, steps: int, batch: int) -> float:
+        return 100 * statistics.mean(seed_scores(Job(dataset, batch, steps, 0, 0), study.grid, done).values())
 
     for dataset, batch, few, many in (
         ("icons", 4096, 32, 128),
@@ -596,7 +596,10 @@ def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
         ("wordnet", 16384, 8, 16),
         ("wordnet", 1024, 256, 1024),
     ):
-        assert f"from {mean(dataset, batch, few)} to {mean(dataset, batch, many)} %" in text
+        assert f"from {mean(dataset, few, batch):.1f} to {mean(dataset, many, batch):.1f} %" in text
+    cells = sorted((cell.dataset, cell.steps, cell.batch) for cell in study.cells() if cell.variant == "clip")
+    at_equal_updates = [pair for pair in itertools.pairwise(cells) if pair[0][:2] == pair[1][:2]]
+    assert [large for small, large in at_equal_updates if mean(*small) > mean(*large)] == [("wordnet", 256, 4096)]
     losses = {Job(**run["job"]): run["train_loss"] for run in runs}
     methods = study.methods(done)
     pairs = [pair for jobs in methods.values() for pair in zip(jobs, methods["dense"], strict=True)]

@@ -165,7 +165,7 @@ def curves(groups: Sequence[Group]) -> dict[str, list[Figure]]:
         means = [_of_means(each, metric) for each in having]
         notes += [UNEQUAL] * any(_unequal(group.runs, metric) for group in groups)
         notes += [EARLY] * any(len(some) < len(each) for some, each in zip(means, having, strict=True))
-        lowest = "tozero" if section == LEFT_OUT else "normal" if (values < 0).any() else "nonnegative"
+        lowest = "tozero" if section == LEFT_OUT else "normal" if (finite(values) < 0).any() else "nonnegative"
         layout = {"yaxis": {"rangemode": lowest}}
         figures.append(Figure(title, [*chain(*each)], layout, " ".join(notes)))
     return sections
@@ -197,17 +197,20 @@ def _traces(
     group: Group, number: int, metric: str, names: Mapping[str, str], unit: float, stretches: int
 ) -> Iterator[Trace]:
     runs = [run for run in group.runs if metric in run.columns]
+    if not runs:
+        return
     columns = {run.name: Column(each.steps, finite(each.values)) for run in runs for each in (run.columns[metric],)}
     averaged = _of_means(runs, metric)
+    steps, values = _shared([columns[run.name] for run in averaged])
+    averaged = averaged if len(steps) else []  # and every run is shown
     for run in runs:
-        column, alone = columns[run.name], averaged == [run]
+        column, alone = columns[run.name], averaged in ([], [run])
         kept = thinned(column.values, stretches)
         shown = {"name": names[run.name], "group": number, **({} if alone else {"view": "runs"})}
         style = {**group.style, "width": 1.6 if alone else 1}
         yield {**shown, **_line(column.values, run.axes(column.steps, unit), kept, style)}
     if len(averaged) < 2:
         return
-    steps, values = _shared([columns[run.name] for run in averaged])
     apart = values - values[0]  # exactly 0 where all are the same, whose mean may be rounded
     mean, deviation = values[0] + apart.mean(0), apart.std(0, ddof=1)
     axes = [run.axes(steps, unit) for run in averaged]
@@ -360,10 +363,11 @@ def with_error_bars(
         axis |= {"type": "log", "tickvals": ticks, "ticktext": texts}
     layout: Trace = {"showlegend": True, "height": 320, "xaxis": axis, "yaxis": {"title": {"text": y}}}
     if named:  # beside each other at a name, where plotly would begin at 0
-        ends = [mean + side * (std or 0.0) for points in series.values() for _, mean, std in points for side in (1, -1)]
-        room = 0.05 * (max(ends) - min(ends)) or 1.0
         layout |= {"scattermode": "group", "scattergap": 0.4}
-        layout["yaxis"]["range"] = [min(ends) - room, max(ends) + room]
+        ends = [mean + side * (std or 0.0) for points in series.values() for _, mean, std in points for side in (1, -1)]
+        if ends := [end for end in ends if math.isfinite(end)]:
+            room = 0.05 * (max(ends) - min(ends)) or 1.0
+            layout["yaxis"]["range"] = [min(ends) - room, max(ends) + room]
     return Figure(title, traces, layout, note)
 
 
