@@ -580,7 +580,7 @@ def test_damaged_metrics_are_read_as_far_as_they_go(tmp_path):
     assert "7 lines could not be read" in text_of(page(run))
 
 
-def test_lines_of_every_file_that_cannot_be_read_are_counted(tmp_path):
+def test_lines_of_every_file_that_cannot_be_read_are_counted(tmp_path, logged):
     run = write_run(tmp_path, [step_line(1)])
     (run / "skipped.jsonl").write_text('garbage\n[1]\n{"name": "a", "reason": "b"}\n{"name": "cut')
     entry = json.dumps({"step": 1}) + "\n"
@@ -591,6 +591,8 @@ def test_lines_of_every_file_that_cannot_be_read_are_counted(tmp_path):
         "nonfinite.jsonl: 1 lines could not be read and are left out.",
     ]
     assert (found.skipped, len(found.nonfinite)) == ({"b": 1}, 5)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "report.html"), "--examples", "0"]) == 0
+    assert logged[-1].endswith(f"report: {found.name}: {' '.join(found.notes)}")
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"step": 1, "tr'])
