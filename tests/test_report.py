@@ -322,10 +322,11 @@ def test_a_seed_that_ended_early_does_not_cut_the_mean_of_the_others(tmp_path):
     assert [trace.get("view") for trace in figure.traces] == [None, "runs"]
 
 
-def test_settings_that_are_no_part_of_a_setting_are_shown_where_they_differ(tmp_path):
-    runs = [write_run(tmp_path / str(n), [step_line(1)], save_frequency=n) for n in range(2)]
+@pytest.mark.parametrize("name", ["save_frequency", "val_frequency", "val_steps"])
+def test_settings_that_are_no_part_of_a_setting_are_shown_where_they_differ(tmp_path, name):
+    runs = [write_run(tmp_path / str(n), [step_line(1)], **{name: n}) for n in range(2)]
     assert len(grouped(read_runs(runs))) == 1
-    assert "<th>run</th><th>save_frequency</th>" in text_of(page(*runs))
+    assert f"<th>run</th><th>{name}</th>" in text_of(page(*runs))
 
 
 def test_long_settings_that_differ_are_no_runs_of_one_setting(tmp_path):
@@ -436,6 +437,8 @@ def test_error_bars_are_at_the_values_that_there_are():
     assert close.layout["xaxis"]["ticktext"] == ["8", "64"]  # the others have no room
     parts = with_error_bars("Recall", {"clip": [(step, 0.2, None) for step in (1 / 32, 0.5, 2)]}, x="rate", y="recall")
     assert parts.layout["xaxis"]["ticktext"] == ["1/32", "1/2", "2"]
+    assert parts.traces[0]["marker"]["symbol"] == "circle-open"  # single values
+    assert "marker" not in trace
     assert "plot-0-0" in data_of(render("A study", [Section("Recall", figures=[figure])]))["figures"]
 
 

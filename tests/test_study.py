@@ -567,6 +567,29 @@ def test_the_page_shows_the_kept_results() -> None:
             assert said == page.description(figure), f"{name}.svg is of other results"
 
 
+def test_plots_stay_if_others_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "old.svg"
+    old.touch()
+    monkeypatch.setattr("tools.browser.shutil.which", lambda _: None)
+    with pytest.raises(FileNotFoundError, match="browser"):
+        page.save({}, tmp_path / "page.html", tmp_path)
+    assert old.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--grid", "none.yaml"], "--grid must be a YAML file, got none.yaml"),
+        (["status", "--results", "none.jsonl"], "--results must be a file of kept runs, got none.jsonl"),
+        (["again", "--results", "none.jsonl"], "--results must be a file of kept runs, got none.jsonl"),
+    ],
+)
+def test_files_that_are_not_there_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        batch_size.main(words)
+    assert said in capsys.readouterr().err
+
+
 def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
     study, text = page.load(), " ".join(page.PAGE.read_text().split())
     done = scores(study.results)
@@ -600,6 +623,15 @@ def test_the_text_of_the_page_has_the_figures_of_the_results() -> None:
     cells = sorted((cell.dataset, cell.steps, cell.batch) for cell in study.cells() if cell.variant == "clip")
     at_equal_updates = [pair for pair in itertools.pairwise(cells) if pair[0][:2] == pair[1][:2]]
     assert [large for small, large in at_equal_updates if mean(*small) > mean(*large)] == [("wordnet", 256, 4096)]
+    held_out: dict[int, list[float]] = {}
+    for run in runs:
+        job = Job(**run["job"])
+        if job == Job("wordnet", 1024, job.steps, 2, job.seed) and job.seed in study.grid["seeds"]:
+            held_out.setdefault(job.steps, []).append(run["figures"]["val/loss"])
+    before, after = (statistics.mean(held_out[steps]) for steps in (256, 1024))
+    assert f"its held-out loss rises from {before:.1f} to {after:.1f}" in text
+    by_rule = [100 * done[job] for jobs in study.rules("wordnet", done).values() for job in jobs if job.batch == 16384]
+    assert "from 1,024 ends at {:.1f} %, below an untrained model, the fixed rate at {:.1f} %".format(*by_rule) in text
     losses = {Job(**run["job"]): run["train_loss"] for run in runs}
     methods = study.methods(done)
     pairs = [pair for jobs in methods.values() for pair in zip(jobs, methods["dense"], strict=True)]

@@ -111,10 +111,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if (place / "metrics.jsonl").is_file():
             places.append(place)
         else:
-            runs = any(place.glob("*/metrics.jsonl"))
-            reason = (
-                f"it holds runs: give {folder}/*" if runs else "it has no metrics.jsonl, as of a run that never began"
-            )
+            reason = "it has no metrics.jsonl, as of a run that never began"
+            if any(place.glob("*/metrics.jsonl")):
+                reason = f"it holds runs: give {folder}/*"
             _LOGGER.warning("report: %s is left out: %s", folder, reason)
     if not places:
         given = ", ".join(map(str, folders))
